@@ -43,7 +43,8 @@ class LiveBatches(LiveOrder):
     it. The engine executes a plan as far as it can. Before the next one the adapter copies its memory and progress: what was
     not executed is planned again.
 
-    `kv` has the engine's blocks, `limits` its sizes, `costs` its measured step times. `InputError` if the former is incompatible with them or with the policy.
+    `kv` has the engine's blocks, `limits` its sizes, `costs` its measured step times. `InputError` if the former is
+    incompatible with them or with the policy.
     """
 
     def __init__(
@@ -82,7 +83,6 @@ class LiveBatches(LiveOrder):
         self.waiting = self.pool.waiting
         #: Requests that a plan has admitted and the engine has not.
         self.unexecuted: set[str] = set()
-        self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
 
     def form(self, now: float) -> Batch:
         """Plans the next step."""
@@ -122,31 +122,6 @@ class LiveBatches(LiveOrder):
             self.unexecuted.discard(request_id)
             self.pool.preempt(state, now)
             state.decode_entered_s = None
-
-    def advance(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        num_computed_tokens: int,
-        num_output_tokens: int,
-        now: float,
-    ) -> None:
-        """Ends a step for a running request; the numbers are the tokens of the step, and all computed and output tokens."""
-        state.num_computed_tokens = num_computed_tokens
-        state.last_scheduled_s = now
-        ends_prefill = False
-        if num_output_tokens > state.num_output_tokens:
-            state.num_output_tokens = num_output_tokens
-            state.last_token_s = now
-            if state.first_token_s is None:
-                state.first_token_s = now
-            if state.decode_entered_s is None:
-                state.decode_entered_s = now
-                ends_prefill = True
-        if self._on_tokens is not None:
-            self._on_tokens(state, num_tokens, now)
-        if ends_prefill:
-            self.policy.on_prefill_end(state, now)
 
     def leave(self, request_id: str, ended_by: str = "") -> RequestState | None:
         """See `LiveOrder`."""

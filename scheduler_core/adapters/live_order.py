@@ -225,6 +225,7 @@ class LiveOrder:
             return
         state.num_computed_tokens = num_computed_tokens
         state.last_scheduled_s = now
+        ends_prefill = False
         if num_output_tokens > state.num_output_tokens:
             state.num_output_tokens = num_output_tokens
             state.last_token_s = now
@@ -232,8 +233,10 @@ class LiveOrder:
                 state.first_token_s = now
             if state.decode_entered_s is None:
                 state.decode_entered_s = now
-                self.policy.on_prefill_end(state, now)
+                ends_prefill = True
         self.policy.on_tokens(state, num_tokens, now)
+        if ends_prefill:
+            self.policy.on_prefill_end(state, now)
 
     def leave(self, request_id: str, ended_by: str = "") -> RequestState | None:
         """Removes a request that has finished or was aborted, in any state; None if it is not live. `ended_by`: see

@@ -32,7 +32,7 @@ from scheduler_core.adapters.vllm_failures import FailSafe, guarded
 from scheduler_core.adapters.vllm_queue import PlannedQueue, PolicyQueue
 from scheduler_core.adapters.vllm_requests import forced_length, request_of
 from scheduler_core.adapters.vllm_version import OVERRIDDEN, check_vllm
-from scheduler_core.engine.memory_victim import cheapest_last
+from scheduler_core.adapters.vllm_victims import Victims
 from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.correction import RequestContext
@@ -44,7 +44,7 @@ from scheduler_core.prediction.predictor import (
     PredictionStatus,
     open_predictor,
 )
-from scheduler_core.request import RequestState, Status
+from scheduler_core.request import Status
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _Base
@@ -54,7 +54,7 @@ else:
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 
 
-class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
+class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[misc]
     """Mixin for vLLM's AsyncScheduler (0.32) with the same arguments. `InputError` if the settings are
     invalid or not supported by this engine.
 
@@ -75,7 +75,6 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
         config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
         additional = config.additional_config
         settings = read_settings(additional if isinstance(additional, dict) else {}, os.environ)
-        self._tailcast_failed = False
         self._tailcast_thread = _prediction_thread(settings, config)
         super().__init__(*args, **kwargs)
         self._tailcast_settings = settings
@@ -104,8 +103,8 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
         #: Maximum numbers of prompt tokens in the step that is being planned, by request.
         self._tailcast_chunks: dict[str, int] = {}
         self._tailcast_step_start_s: float | None = None
-        #: Whether the policy uses the progress of running requests beyond the first token and the end.
-        self._tailcast_follows = self._tailcast_order.policy.progress != "unused"
+        #: Whether policy or former use the progress of running requests beyond the first token and the end.
+        self._tailcast_follows = former is not None or policy.progress != "unused"
         #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
         order, clock = self._tailcast_order, self._tailcast_clock
@@ -218,7 +217,7 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
         if self._tailcast_batches is None and order.policy.evicts_by_key:
             self._tailcast_sort_running(now)
         elif self._tailcast_batches is None and not self.kv_cache_manager.enable_caching:
-            self._tailcast_cheapest_last()
+            self._tailcast_cheapest_last(now)
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         if self._tailcast_cache is not None and order.policy.orders_retention:
@@ -257,19 +256,11 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
         scheduled = scheduler_output.num_scheduled_tokens
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         prefills = [request_id for request_id in self._tailcast_prefills if request_id in scheduled]
-        batches, running = self._tailcast_batches, Status.RUNNING
-        for request_id in scheduled if batches is not None or self._tailcast_follows else prefills:
+        for request_id in scheduled if self._tailcast_follows else prefills:
             request, row = self.requests.get(request_id), rows.get(request_id)
             num_new = len(sampled[row]) if sampled and row is not None else 0
-            if request is not None and batches is None:
-                self._tailcast_progress(request, scheduled[request_id], num_new)
-            elif request is not None and batches is not None:
-                state = batches.states.get(request_id)
-                if state is not None and state.status is running:
-                    num_output_tokens = request.num_output_tokens + num_new
-                    batches.advance(
-                        state, scheduled[request_id], request.num_computed_tokens, num_output_tokens, now
-                    )
+            if request is not None:
+                self._tailcast_progress(request, scheduled[request_id], num_new, now)
             if num_new:
                 self._tailcast_prefills.discard(request_id)
         return prefills
@@ -352,11 +343,11 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
         state = self._tailcast_order.states.get(request.request_id)
         if state is not None and self._tailcast_cache is not None:
             self._tailcast_cache.stop(request, state.request.session)
-        if self._tailcast_batches is None and not self._tailcast_follows:
-            self._tailcast_progress(request, 0, 0)
+        if not self._tailcast_follows:
+            self._tailcast_progress(request, 0, 0, self._tailcast_clock())
 
-    def _tailcast_progress(self, request: Any, num_tokens: int, num_new: int) -> None:
-        computed, output, now = request.num_computed_tokens, request.num_output_tokens, self._tailcast_clock()
+    def _tailcast_progress(self, request: Any, num_tokens: int, num_new: int, now: float) -> None:
+        computed, output = request.num_computed_tokens, request.num_output_tokens
         self._tailcast_order.progress(request.request_id, num_tokens, computed, output + num_new, now)
 
     def _tailcast_corrected(self, request_id: str, prediction: Prediction | None) -> Prediction | None:
@@ -404,77 +395,6 @@ class PolicyScheduling(FailSafe, PlannedSteps, _Base):  # type: ignore[misc]
             max_tokens=int(request.max_tokens),
         )
         calibration.observe(context, outcome)
-
-    def _tailcast_cheapest_last(self) -> None:
-        """Moves the running request to preempt to the end, where vLLM takes it, if memory may run out in this step. Those whose
-        blocks cannot be freed go first, because vLLM gives up at them."""
-        if len(self.running) < 2 or self._tailcast_missing_blocks() <= 0:
-            return
-        order = self._tailcast_order
-        evictable = {
-            request.request_id: request
-            for request in self.running
-            if request.request_id in order.states and self._request_blocks_can_be_freed(request)
-        }
-        if not self._tailcast_follows:
-            for request in evictable.values():
-                self._tailcast_progress(request, 0, 0)
-        states = cheapest_last(order.states[name] for name in evictable)
-        states.sort(key=order.level)  # stable: the cheapest of the least urgent level is the last one
-        others = [request for request in self.running if request.request_id not in evictable]
-        self.running = [*others, *(evictable[state.request_id] for state in states)]
-
-    def _tailcast_missing_blocks(self) -> int:
-        """Blocks beyond the free ones that the running requests may take in the next step; O(running)."""
-        num_blocks = -self.kv_cache_manager.block_pool.get_num_free_blocks()
-        for request in self.running:
-            end = request.num_tokens_with_spec + request.num_output_placeholders
-            end = min(end, request.num_computed_tokens + self.max_num_scheduled_tokens)
-            for manager in self.kv_cache_manager.coordinator.single_type_managers:
-                held = len(manager.req_to_blocks.get(request.request_id, ()))
-                num_blocks += max(-(-(end + self.num_lookahead_tokens) // manager.block_size) - held, 0)
-        return int(num_blocks)
-
-    def _tailcast_sort_running(self, now: float) -> None:
-        """Sorts the running requests by eviction key, because vLLM preempts the last one when memory runs out. Before
-        that, a preemptive policy may displace some of them for the first waiting request."""
-        running = {request.request_id: request for request in self.running}
-        worst = self._tailcast_order.worst_first(running, now)
-        if self._tailcast_order.policy.preemptive:
-            self._tailcast_displace(running, worst, now)
-        still = {request.request_id for request in self.running}
-        ids = [state.request_id for _, state in reversed(worst)]
-        self.running = [running[request_id] for request_id in ids if request_id in still]
-
-    def _tailcast_displace(
-        self, running: Mapping[str, Any], worst: Sequence[tuple[float, RequestState]], now: float
-    ) -> None:
-        """Preempts running requests for the first waiting one if the policy allows it, for at most one per step.
-
-        `running` has vLLM's running requests by id; `worst` is their order of eviction.
-        """
-        order = self._tailcast_order
-        head = self.waiting.peek_request() if self.waiting and self.pause_state.name == "UNPAUSED" else None
-        if head is not None and not self._is_blocked_waiting_status(head.status):
-            num_groups = max(len(self.kv_cache_config.kv_cache_groups), 1)
-            num_blocks = num_groups * -(-(head.num_tokens + 1) // self.block_size)
-            manager = self.kv_cache_manager
-
-            def held_blocks(request_id: str) -> int | None:
-                is_free = self._request_blocks_can_be_freed(self.requests[request_id])
-                return sum(map(len, manager.get_blocks(request_id).blocks)) if is_free else None
-
-            num_running = len(self.running) + self.num_waiting_for_streaming_input
-            for state in order.victims_for(
-                head.request_id,
-                num_blocks,
-                worst,
-                now,
-                num_free_slots=self.max_num_active_reqs - num_running,
-                num_free_blocks=manager.block_pool.get_num_free_blocks(),
-                held_blocks=held_blocks,
-            ):
-                self._tailcast_evict(running[state.request_id], now)
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.adapters.live_batches import LiveBatches
 from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm_cache import VllmCache
@@ -114,14 +113,11 @@ class PlannedSteps:
     max_num_scheduled_tokens: int
     kv_cache_manager: Any
     pause_state: Any
-    prev_step_scheduled_req_ids: set[str]
-    requires_kv_delivery: bool
     scheduler_reserve_full_isl: bool
-    _preempt_request: Any
     _handle_blocked_waiting_request: Any
     # Attributes of ours.
     _tailcast_settings: EngineSettings
-    _tailcast_metrics: EngineMetrics
+    _tailcast_evict: Callable[[Any, float], None]
     #: The order, if a batch former plans the steps.
     _tailcast_batches: LiveBatches | None
     _tailcast_chunks: dict[str, int]
@@ -201,15 +197,7 @@ class PlannedSteps:
         try:
             return schedule(*args, **kwargs)
         finally:
-            known, absent = set(before), set(planned).difference(self.running)
-            admitted = [request for request in self.running if request not in known]
-            kept = [request for request in before if request not in absent] if absent else before
-            self.running = [*kept, *admitted]
-
-    def _tailcast_evict(self, request: Any, now: float) -> None:
-        """Preempts a running request between two steps."""
-        self.running.remove(request)
-        self._preempt_request(request, now, drop_stale_output=self.requires_kv_delivery)
-        # If it is admitted again in this step, vLLM must not treat it as running all the time.
-        self.prev_step_scheduled_req_ids.discard(request.request_id)
-        self._tailcast_metrics.displacements.inc()
+            former, preempted = set(before), set(planned).difference(self.running)
+            admitted = [request for request in self.running if request not in former]
+            remaining = [request for request in before if request not in preempted]
+            self.running = [*remaining, *admitted]

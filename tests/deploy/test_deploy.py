@@ -208,8 +208,11 @@ def test_manifests_speak_of_the_same_pods_and_ports(setting: str) -> None:
             case "NetworkPolicy":
                 assert spec["podSelector"]["matchLabels"].items() <= labels
                 assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == set(ports)
+                assert name == "proxy" or all(rule["from"] for rule in spec["ingress"])
             case "HorizontalPodAutoscaler":
                 assert spec["scaleTargetRef"]["name"] == chart["Deployment", name]["metadata"]["name"]
+    policy = chart["NetworkPolicy", "predictor"]["spec"]
+    assert (policy["policyTypes"], policy["egress"]) == (["Ingress", "Egress"], [])
     clients = chart["NetworkPolicy", "predictor"]["spec"]["ingress"][0]["from"][0]["podSelector"][
         "matchLabels"
     ]

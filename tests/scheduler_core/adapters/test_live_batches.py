@@ -55,7 +55,7 @@ class Engine:
         for name, num in tokens.items():
             self.running[name] += num
             self.outputs[name] = self.outputs.get(name, 0) + (name in sampled)
-            batches.advance(batches.states[name], num, self.running[name], self.outputs[name], now)
+            batches.progress(name, num, self.running[name], self.outputs[name], now)
             if name in stopped or self.outputs[name] == batches.states[name].request.max_tokens:
                 del self.running[name]
                 batches.leave(name)
