@@ -212,6 +212,13 @@ _CHOICE = re.compile(
 )
 _ONLY_CJK = re.compile(r"だけ|のみ|ひとこと|一言|只")
 _LETTER = re.compile(
+    r"\b(?:in|with|only|just|as|be|output|say|give|use|using|return)(?: only| just| exactly| me| a| the| by)* "
+    r"(?:single|one|1)[- ](?:letter|word|number|digit)\b(?! or)|\b(?:the letter|letter only|word only)\b(?= only|[.:]|$)|"
+    r"\b(?:in|mit|als|nur)(?: nur)? (?:einem|einer|ein|einen)(?: einzigen)? (?:buchstaben?|wort|zahl)\b|"
+    r"\b(?:con|en|solo|sólo) (?:solo |sólo )?una (?:sola |única )?(?:letra|palabra)\b|(?:一|1)(?:単)?語で|一言で|一个(?:词|字)"
+)
+_CJK = re.compile(r"だけ|のみ|ひとこと|一言|只")
+_LETTER = re.compile(
     r"\b(?:single|one|only the|just the) (?:letter|word|number|digit)\b|\bone-word\b|\bletter only\b|"
     r"\b(?:einem|einzigen?|nur (?:dem|einem)) (?:buchstaben?|wort|zahl)\b|\b(?:una sola|una|sola) (?:letra|palabra)\b|"
     r"(?:一|1)(?:単)?語で|一言で"
@@ -360,7 +367,7 @@ def _western_amount(text: str) -> RequestedAmount | None:
             found.append(RequestedAmount("items", number))
         if not form and token in _FORMS and not code and _is_written(tokens, index):
             form = _FORMS[token]
-    choice = _choice(text, tokens)
+    choice = None if code else _choice(text, tokens)
     if found:
         unit, number = _largest(found, tokens)
         return RequestedAmount(unit, number, detail)
@@ -564,13 +571,15 @@ def _number_after(tokens: Sequence[str], index: int) -> float | None:
 def _cjk_amount(text: str) -> RequestedAmount | None:
     code = _CODE.search(text) is not None
     detail = "brief" if _CJK_BRIEF.search(text) else "detailed" if _CJK_DETAILED.search(text) else ""
-    if _LETTER.search(text):
+    if not code and _LETTER.search(text):
         return RequestedAmount("words", 1)
     found: list[RequestedAmount] = []
     for match in _CJK_AMOUNT.finditer(text):
         number, unit = _cjk_number(match[1]), _CJK_UNITS[match[3]]
         if match[2]:
             number = (number * _cjk_number(match[2])) ** 0.5
+        if number < 2 and unit == "items":
+            continue
         around = text[match.end() : match.end() + 40]
         if 0 < number <= 10_000_000 and (
             unit in ("ideographs", "tokens", "minutes") or _CJK_REQUEST.search(around)
