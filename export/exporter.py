@@ -172,6 +172,8 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         truncation_side=predictor.truncation_side,
         pad_token_id=checkpoint.tokenizer.pad_token_id,
         conversations=predictor.conversations,
+        part_tokens=predictor.part_tokens,
+        amounts=predictor.amounts,
         served_models=predictor.known_models,
         conditioning=None
         if conditioning is None

@@ -127,8 +127,13 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
     """Raises TailcastError unless the artifact's tokenizer returns the same token ids as the checkpoint's."""
     from predictors.modules.encoder import tokenize
 
-    side = checkpoint.config.truncation_side
-    expected = tokenize(checkpoint.tokenizer, PROBES, max_length=tokenizer.max_length, truncation_side=side)
+    expected = tokenize(
+        checkpoint.tokenizer,
+        PROBES,
+        max_length=tokenizer.max_length,
+        truncation_side=checkpoint.config.truncation_side,
+        amounts=tokenizer.amounts,
+    )
     for probe, ids, prompt in zip(PROBES, expected, tokenizer(PROBES), strict=True):
         if prompt.ids.tolist() != ids.tolist():
             raise TailcastError(

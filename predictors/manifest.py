@@ -21,6 +21,7 @@ from predictors.tiny import WEIGHTS
 from predictors.tokenizer import TruncationSide
 from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths.quantiles import LEVELS
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm
 
 FORMAT_VERSION: Literal[6] = 6
 MANIFEST = "manifest.json"
@@ -34,6 +35,8 @@ _DERIVED = ("format_version", "tokenizer_files", "inputs", "outputs")
 # Not part of the version, so that repeated exports have the same version.
 _UNVERSIONED = ("artifact_version", "created")
 _RUN = "run.json"
+#: Left out of the file if they are unset, for compatibility with files without these fields.
+_OPTIONAL = ("quantile_levels", "part_tokens", "amounts")
 #: Tables of a calibration; see `predictors.modules.config.Calibration`. Earlier artifacts have only the first two.
 _CALIBRATION, _COEFFICIENTS = ("sigma_scale", "mu_shift"), ("location", "log_scale")
 #: Maximum number of served models that an error lists.
@@ -161,7 +164,9 @@ class Manifest(BaseModel):
         truncation_side: Part of a longer prompt that is dropped: its left or right end, or its middle (the
             first max_length - max_length // 2 and the last max_length // 2 tokens are kept).
         pad_token_id: Token id of padding.
-        conversations: Whether a prompt is the `conversation_text` of all messages, not the last one.
+        conversations: Whether a prompt is the text of the conversation, not the last one of the user.
+        part_tokens: Tokens of the parts of a conversation; None: the whole `conversation_text`, and not in the file.
+        amounts: Whether texts are tokenized `with_amount`, the amount of output that they ask for; false: not in the file.
         served_models: LLMs whose lengths the artifact predicts; empty if not declared.
         conditioning: Inputs in addition to the prompt; None: none.
         urgency_levels: Names of the urgency levels, most urgent first.
@@ -194,6 +199,8 @@ class Manifest(BaseModel):
     within: bool = False
     quantile_levels: tuple[float, ...] = ()
     conversations: bool = False
+    part_tokens: PartTokens | None = None
+    amounts: bool = False
     served_models: Names = ()
     conditioning: Conditions | None = None
     urgency_levels: Names = ()
@@ -245,6 +252,11 @@ class Manifest(BaseModel):
         return (TOKENIZER,)
 
     @property
+    def form(self) -> PromptForm:
+        """What is read of a request."""
+        return PromptForm(conversations=self.conversations, part_tokens=self.part_tokens)
+
+    @property
     def accepts_unknown_models(self) -> bool:
         """Whether LLMs that are not in `served_models` are accepted."""
         return not self.served_models if self.conditioning is None else self.conditioning.unknown_models
@@ -269,8 +281,9 @@ class Manifest(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """Content of the file."""
         content = self.model_dump(mode="json", warnings=False)
-        if not self.quantile_levels:  # for compatibility with files without this field
-            del content["quantile_levels"]
+        for name in _OPTIONAL:
+            if not content[name]:
+                del content[name]
         return content
 
 
@@ -325,7 +338,7 @@ def manifest_schema() -> dict[str, Any]:
     """JSON Schema of manifest.json, generated from the types; it does not contain rules between fields."""
     schema = Manifest.model_json_schema(mode="serialization")
     schema["properties"]["files"]["additionalProperties"] = False  # no names that do not match the pattern
-    schema["required"].remove("quantile_levels")
+    schema["required"] = [name for name in schema["required"] if name not in _OPTIONAL]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:tailcast:artifact-manifest:{FORMAT_VERSION}",
@@ -351,6 +364,8 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for name in ("nu", "within"):
         if "length" not in heads and getattr(manifest, name):
             yield name, "null or false, because there is no length head"
+    if manifest.part_tokens is not None and not manifest.conversations:
+        yield "part_tokens", "unset, because conversations is false"
     if manifest.quantile_levels not in ((), LEVELS) or (manifest.quantile_levels and manifest.nu is None):
         yield "quantile_levels", f"none, or {LEVELS} if nu is fixed"
     if "urgency" not in heads and manifest.abstain_threshold is not None:

@@ -189,7 +189,10 @@ def open_runtime(
     artifact = open_artifact(path, public_key=public_key)
     manifest = artifact.manifest
     tokenizer = PromptTokenizer(
-        artifact.path / TOKENIZER, max_length=manifest.max_length, truncation_side=manifest.truncation_side
+        artifact.path / TOKENIZER,
+        max_length=manifest.max_length,
+        truncation_side=manifest.truncation_side,
+        amounts=manifest.amounts,
     )
     if manifest.pad_token_id >= tokenizer.vocabulary_size:
         allowed = f"0 to {tokenizer.vocabulary_size - 1}, the token ids of {TOKENIZER}"

@@ -24,6 +24,7 @@ from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.prediction.predictions import Embedding, LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionRequest, Predictor
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm
 from scheduler_core.shell.files import existing_file, sha256_file
 from scheduler_core.shell.json_text import read_json_object, valid_unicode
 
@@ -184,10 +185,16 @@ class TinyPredictor(Predictor):
                 folder / "tokenizer.json",
                 max_length=manifest["max_length"],
                 truncation_side=manifest["truncation_side"],
+                amounts=manifest.get("amounts", False),
             )
         except ModuleNotFoundError as error:
             raise MissingExtraError("tokenizers", "predict") from error
         self._numbers = {name: number for number, name in enumerate(manifest["served_models"], 1)}
+        parts = manifest.get("part_tokens")
+        self._form = PromptForm(
+            conversations=manifest["conversations"],
+            part_tokens=None if parts is None else PartTokens(**parts),
+        )
         self._nu: float = manifest["nu"]
         self._artifact: tuple[str, str] = (manifest["artifact_id"], manifest["artifact_version"])
 
@@ -202,7 +209,9 @@ class TinyPredictor(Predictor):
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
     ) -> list[Prediction]:
         """One prediction per request, in order; raises as `length`."""
-        return [self._prediction(valid_unicode(each.prompt), each.served_model) for each in requests]
+        return [
+            self._prediction(valid_unicode(each.text(self._form)), each.served_model) for each in requests
+        ]
 
     async def load(self) -> str:
         """The artifact's version."""
@@ -213,7 +222,9 @@ class TinyPredictor(Predictor):
         mu, sigma, embedding = self._model.predict(tokens.ids, self._numbers.get(served_model, 0))
         length = LengthPrediction(mu, sigma, self._nu, *self._artifact)
         prompt_tokens = None if tokens.truncated else tokens.num_tokens
-        return Prediction(length=length, prompt_tokens=prompt_tokens, embedding=embedding)
+        return Prediction(
+            length=length, prompt_tokens=prompt_tokens, prompt_chars=len(prompt), embedding=embedding
+        )
 
     def embedding(self, prompt: str) -> Embedding | None:
         """The embedding of a prompt [D], also where its length is out of range; None if the artifact has none."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.prediction.requested_amount import with_amount
 from scheduler_core.shell.files import existing_file
 from scheduler_core.shell.json_text import parse_json
 
@@ -58,10 +59,12 @@ class PromptTokenizer:
     `path` is a tokenizer.json. Prompts of more than `max_length` tokens, including special ones, are
     truncated on the left, right or in the middle. InputError if only special tokens remain, if a regular
     expression may take exponential time (see `is_ambiguous`), or if replacements lengthen a text more than
-    `MAX_EXPANSION` times. A regular expression of quadratic time is not noticed; prompts are clipped.
+    `MAX_EXPANSION` times. With `amounts`, texts are those `with_amount`. A regular expression of quadratic time is not noticed; prompts are clipped.
     """
 
-    def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
+    def __init__(
+        self, path: Path, *, max_length: int, truncation_side: TruncationSide, amounts: bool = False
+    ) -> None:
         from tokenizers import Tokenizer
 
         _check_work(path)
@@ -79,6 +82,7 @@ class PromptTokenizer:
             raise InputError("max_length", max_length, f"more than the {special} special tokens")
         self.max_length = max_length
         self.truncation_side: TruncationSide = truncation_side
+        self.amounts = amounts
         self._tokenizer.no_padding()
         if truncation_side == "middle":
             self._tokenizer.no_truncation()
@@ -90,7 +94,7 @@ class PromptTokenizer:
         tokenized text if the tokenizer splits at white space; at most 64 characters per token are used."""
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:
-            return [encode(prompt) for prompt in prompts]
+            return [encode(with_amount(prompt) if self.amounts else prompt) for prompt in prompts]
         except BaseException as error:  # plain Exception, or pyo3's PanicException: too much backtracking
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise

@@ -72,6 +72,7 @@ def prediction_of(response: pb.PredictResponse) -> Prediction:
         rank=rank,
         point=point,
         prompt_tokens=None if response.truncated else response.prompt_tokens or None,
+        prompt_chars=response.prompt_chars or None,
         embedding=_embedding(response.embedding),
     )
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from scheduler_core.errors import InputError, MissingExtraError, suggestion
+from scheduler_core.prediction.api_request import read_request
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PREDICTORS, PredictionRequest, PredictorAddress
-from scheduler_core.prediction.prompt_text import messages_of, predictor_text
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm, messages_of
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of unknown models that a predictor warns of.
 _MAX_WARNINGS = 16
-#: A text, or messages of any chat API, as mappings or objects with role and content.
-Prompt = str | Sequence[Mapping[str, object] | object]
+#: A text; messages of any chat API, as mappings or objects with role and content; or the body of a request with its options.
+Prompt = str | Sequence[Mapping[str, object] | object] | Mapping[str, object]
 
 
 class LengthCorrection(Protocol):
@@ -68,7 +69,20 @@ class LengthPredictor:
     @property
     def conversations(self) -> bool:
         """Whether all messages of a conversation are the prompt, not only the last one of the user."""
-        return bool(self._artifact.conversations)
+        return self.form.conversations
+
+    @cached_property
+    def form(self) -> PromptForm:
+        """What the predictor reads of a request."""
+        parts = self._artifact.part_tokens
+        if parts is not None and not isinstance(parts, PartTokens):  # a message of the service
+            has_parts = self._artifact.HasField("part_tokens")
+            parts = (
+                PartTokens(**{field.name: value for field, value in parts.ListFields()})
+                if has_parts
+                else None
+            )
+        return PromptForm(conversations=self._artifact.conversations, part_tokens=parts)
 
     def predict(
         self,
@@ -81,6 +95,10 @@ class LengthPredictor:
     ) -> OutputLength:
         """The output length of a prompt, corrected by the lengths that were observed; arguments and errors as in
         `tailcast.predict`. What is observed for one `tenant` does not change the predictions of others."""
+        if isinstance(prompt, Mapping):
+            body = read_request(prompt)
+            max_tokens = body.max_tokens if max_tokens is None else max_tokens
+            model, temperature = model or body.model, body.temperature if temperature is None else temperature
         [prediction] = self.predictions([self.text(prompt)], [model], [temperature], tenant)
         return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
 
@@ -117,13 +135,16 @@ class LengthPredictor:
         self._learner.observe(request, outcome, lambda: self._lengths([request])[0])
 
     def text(self, prompt: Prompt) -> str:
-        """The text of a prompt to predict from, see `prompt_text.predictor_text`; InputError if it is empty or invalid."""
+        """The text of a prompt to predict from, see `prompt_text.PromptForm`; InputError if it is empty or invalid."""
         if isinstance(prompt, str):
             field, text = "prompt", prompt
+        elif isinstance(prompt, Mapping):
+            field, text = "prompt", read_request(prompt).text(self.form)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            field, text = "messages", predictor_text(messages_of(prompt), conversations=self.conversations)
+            field, text = "messages", self.form.text(messages_of(prompt))
         else:
-            raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
+            allowed = "a text, a list of messages with role and content, or the body of a request"
+            raise InputError("prompt", prompt, allowed)
         if not text.strip():
             raise InputError(field, text[:20], "a non-empty text")
         return text
@@ -306,8 +327,9 @@ def predict(
 
     Args:
         prompt: Prompt text, or a list of messages as in a request of any chat API: of any roles, with tool calls, images and
-            null contents. Of a conversation, the last text of the user is read, or all messages if the predictor reads
-            conversations.
+            null contents; or the body of such a request, with its tools and other options, and its own max_tokens, model
+            and temperature. Of a conversation, the last text of the user is read, or all messages and the options if the
+            predictor reads conversations.
         max_tokens: Maximum number of output tokens; None: `scheduler_core.prediction.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
         temperature: Sampling temperature of the LLM, >= 0; None: unknown.

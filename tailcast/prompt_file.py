@@ -90,7 +90,7 @@ def predict_file(
     if target.is_file() and not overwrite:
         raise InputError("out", out, "a new file; --overwrite true replaces this one")
     bad = _BadRows(stop, file.name)
-    rows = iter(tracked(_prompt_rows(file, predictor.conversations, defaults, bad), "predict", progress))
+    rows = iter(tracked(_prompt_rows(file, predictor, defaults, bad), "predict", progress))
     table: list[dict[str, Any]] = []
     while batch := list(islice(rows, _BATCH_ROWS)):
         table += [_columns(row, length) for row, length in _predictions(predictor, batch, bad)]
@@ -102,21 +102,21 @@ def predict_file(
 
 
 def _prompt_rows(
-    file: Path, conversations: bool, defaults: ApiRequest, bad: _BadRows
+    file: Path, predictor: LengthPredictor, defaults: ApiRequest, bad: _BadRows
 ) -> Iterator[_PromptRow]:
     for number, values in file_rows(file, "data", on_bad_row=partial(bad.add, reason="format")):
         try:
-            yield _prompt_row(number, values, conversations, defaults)
+            yield _prompt_row(number, values, predictor, defaults)
         except InputError as error:
             bad.add(number, error)
 
 
 def _prompt_row(
-    number: int, values: Mapping[str, Any], conversations: bool, defaults: ApiRequest
+    number: int, values: Mapping[str, Any], predictor: LengthPredictor, defaults: ApiRequest
 ) -> _PromptRow:
     request = _request(values)
     body = read_request(request)
-    text = body.text(conversations=conversations)
+    text = body.text(predictor.form)
     if not text.strip():
         allowed = "a text, unless there are messages or an input"
         raise InputError("prompt", request.get("prompt"), allowed)

@@ -34,7 +34,7 @@ from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
 from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
-from scheduler_core.prediction.prompt_text import messages_of, user_text
+from scheduler_core.prediction.prompt_text import LAST_TEXT, PartTokens, PromptForm, messages_of, user_text
 from scheduler_core.simulator.commands.simulate import main as simulate
 from scheduler_core.simulator.trace import Trace, TraceRequest, write_trace
 from tailcast.cli import COMMANDS, main
@@ -118,6 +118,7 @@ def test_a_prompt_is_a_text_or_messages(artifact: Path, prompt: Any) -> None:
     assert median == pytest.approx(math.exp(expected(PROMPT)[0]), rel=1e-5)
 
 
+PARTS_OF_TOKENS = PartTokens(options=9, system=9, turns=9, last=9)
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [PARTS],
     [SYSTEM, PARTS],
@@ -128,18 +129,27 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-@pytest.mark.parametrize("conversations", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        LAST_TEXT,
+        PromptForm(conversations=True),
+        PromptForm(conversations=True, part_tokens=PARTS_OF_TOKENS),
+    ],
+)
 async def test_training_service_and_python_read_the_same_text(
-    tmp_path: Path, messages: list[dict[str, Any]], conversations: bool
+    tmp_path: Path, messages: list[dict[str, Any]], form: PromptForm
 ) -> None:
-    runtime = open_runtime(write_artifact(tmp_path / "a", conversations=conversations))
+    runtime = open_runtime(
+        write_artifact(tmp_path / "a", conversations=form.conversations, part_tokens=form.part_tokens)
+    )
     stored = [[{"role": role, "content": text} for role, text in messages_of(messages)]]
     user = user_text(messages_of(messages))
     [trained] = (
-        with_conversations(pa.table({"prompt": [user], "messages": stored}), Path("t"))
+        with_conversations(pa.table({"prompt": [user], "messages": stored}), Path("t"), form)
         .column("prompt")
         .to_pylist()
-        if conversations
+        if form.conversations
         else [user]
     )
     reader = RequestReader(runtime, None)

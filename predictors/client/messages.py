@@ -21,6 +21,8 @@ T = TypeVar("T")
 # Maximum number of requests and of prompt bytes per call; larger batches are split into concurrent calls.
 MAX_BATCH_REQUESTS = 64
 MAX_BATCH_BYTES = 2 * 2**20
+# Maximum number of messages of a request, and of characters of those before the last.
+MAX_MESSAGES, MAX_CHARS = 64, 16_384
 # Maximum number of observations per call.
 MAX_OBSERVATIONS = 500
 
@@ -105,7 +107,7 @@ def request_message(
     try:
         return pb.PredictRequest(
             request_id=request.request_id,
-            prompt=request.prompt,
+            **_input(request),
             served_model=request.served_model,
             temperature=request.temperature,
             max_tokens=request.max_tokens if truncated_length else None,
@@ -118,12 +120,28 @@ def request_message(
         raise InputError(field, request.prompt[:40], allowed) from error
 
 
+def _input(request: PredictionRequest) -> dict[str, Any]:
+    """The prompt, or its conversation: of many messages the first and the last ones, and of a long text before the last
+    ones the beginning and the end, because predictors read little of them."""
+    messages = request.messages
+    if not messages:
+        return {"prompt": request.prompt}
+    if len(messages) > MAX_MESSAGES:
+        messages = (*messages[: MAX_MESSAGES // 4], *messages[-MAX_MESSAGES * 3 // 4 :])
+    texts = [each.text for each in messages]
+    for number, text in enumerate(texts[:-1]):
+        if len(text) > MAX_CHARS and text != request.prompt:
+            texts[number] = text[: MAX_CHARS // 2] + text[-MAX_CHARS // 2 :]
+    chat = [pb.ChatMessage(role=each.role, content=text) for each, text in zip(messages, texts, strict=True)]
+    return {"messages": pb.ChatMessages(messages=chat)}
+
+
 def chunks(messages: Sequence[pb.PredictRequest]) -> Iterator[list[pb.PredictRequest]]:
     """Splits messages into chunks within the limits of a call; a prompt above the byte limit is one chunk."""
     chunk: list[pb.PredictRequest] = []
     num_bytes = 0
     for message in messages:
-        size = len(message.prompt) * 4  # upper bound: a character has at most 4 bytes in UTF-8
+        size = message.ByteSize()
         if chunk and (len(chunk) >= MAX_BATCH_REQUESTS or num_bytes + size > MAX_BATCH_BYTES):
             yield chunk
             chunk, num_bytes = [], 0

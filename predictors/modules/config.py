@@ -14,6 +14,7 @@ from predictors.modules.encoder import POOLINGS
 from predictors.modules.heads import Heads
 from predictors.tokenizer import TRUNCATION_SIDES
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm
 from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 
 
@@ -57,7 +58,9 @@ class PredictorConfig:
         truncation_side: Part of a longer prompt that is dropped: left, right or middle.
         pooling: Poolings whose features are concatenated; any of cls, mean, max, last.
         prompt_length: Whether to append ln(number of tokens) / 5 to the features.
-        conversations: Whether to encode the whole `conversation_text`, not only the last user message.
+        conversations: Whether to encode the conversation, not only the last user message.
+        part_tokens: Tokens of the parts of a conversation; None: the whole `conversation_text`.
+        amounts: Whether to encode texts `with_amount`, the amount of output that they ask for.
         served_models: LLMs in the training data, if the heads are not conditioned on them.
     """
 
@@ -71,6 +74,8 @@ class PredictorConfig:
     pooling: tuple[str, ...] = ("cls", "mean", "max")
     prompt_length: bool = False
     conversations: bool = False
+    part_tokens: PartTokens | None = None
+    amounts: bool = False
     served_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,10 +85,16 @@ class PredictorConfig:
         check_ranges(self, max_length=(3, INTEGERS))
         check_model_names(self.served_models)
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
+        assert self.form  # which refuses part_tokens without conversations
         if self.conditioning is not None and self.served_models:
             raise InputError("served_models", self.served_models, "unset, because conditioning has them")
         if self.conditioning is not None and not any(head.is_conditioned for _, head in self.heads.items()):
             raise InputError("conditioning", self.conditioning, "None, because no head is conditioned")
+
+    @property
+    def form(self) -> PromptForm:
+        """What is read of a request."""
+        return PromptForm(conversations=self.conversations, part_tokens=self.part_tokens)
 
     @property
     def known_models(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from predictors.tokenizer import keep_ends
 from scheduler_core.errors import InputError, first_line
+from scheduler_core.prediction.requested_amount import with_amount
 from scheduler_core.shell.files import PACKAGE_SCHEME, inside_package
 
 if TYPE_CHECKING:
@@ -104,14 +105,16 @@ def tokenize(
     *,
     max_length: int,
     truncation_side: str = "right",
+    amounts: bool = False,
 ) -> list[NDArray[np.int32]]:
     """Token ids of each prompt, truncated to `max_length` including special tokens. `truncation_side` is the
-    dropped part, left, right or middle; `tokenizer` must come from `load_tokenizer` with the same side."""
+    dropped part, left, right or middle; `tokenizer` must come from `load_tokenizer` with the same side. With
+    `amounts`, texts are those `with_amount`."""
     if not prompts:
         return []
     is_middle = truncation_side == "middle"
     encoded = tokenizer(
-        list(prompts),
+        [with_amount(prompt) if amounts else prompt for prompt in prompts],
         truncation=not is_middle,
         max_length=None if is_middle else max_length,
         padding=False,

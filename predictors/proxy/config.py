@@ -12,7 +12,6 @@ from scheduler_core.prediction.predictor import PredictorAddress
 from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 
-PromptText = Literal["last", "conversation"]
 #: Minimum and maximum value of options.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("release", "max_waiting", "max_num_seqs", "max_in_flight"), (1, INTEGERS)),
@@ -32,7 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
 #: Options that SIGHUP applies. The others need a restart: ports and files are open, and the keys of waiting requests, the
 #: priorities of requests in the engine and the state of the policy depend on the policy and its parameters.
 RELOADED = (
-    *("predictor", "shadow_predictor", "deadline_s", "warm_up_s", "prompt_text", "served_model"),
+    *("predictor", "shadow_predictor", "deadline_s", "warm_up_s", "served_model"),
     *("default_max_tokens", "max_num_seqs", "release", "max_waiting", "max_in_flight", "max_body_mib"),
     *("max_held_mib", "idle_timeout_s", "tenant_header"),
     *("most_urgent_tier", "client_priority", "slo_ttft_ms", "slo_tpot_ms", "objectives"),
@@ -82,8 +81,6 @@ class ProxyConfig:
     """Maximum seconds a request waits for its prediction; for engine none it never waits."""
     warm_up_s: float = 60.0
     """Maximum seconds to wait for the predictors at startup; then the proxy serves without them."""
-    prompt_text: PromptText = "last"
-    """Text to predict from: the last user message or the whole conversation; must match the artifact."""
     served_model: str | None = None
     """Served model name for the predictor, or "" to send none; default: `model` of the request."""
     default_max_tokens: int = 4096

@@ -298,7 +298,7 @@ class Recorder:
             total_s=ended_s - exchange.started_s,
             prompt_sha256=hashlib.sha256(_prompt_bytes(parsed)).hexdigest(),
             prompt=parsed.prompt if is_stored else None,
-            messages=tuple(message for message in body.messages if message.text) if is_stored else (),
+            messages=tuple(message for message in body.conversation if message.text) if is_stored else (),
             prediction=_length(exchange.forecast),
         )
 

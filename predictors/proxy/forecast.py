@@ -39,11 +39,6 @@ class Forecast:
     outcome: str
     seconds: float = 0.0
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        """Tokens of the prompt, see `Prediction`."""
-        return None if self.prediction is None else self.prediction.prompt_tokens
-
 
 class PredictorLog:
     """Logs when a predictor is gone, back, slow, in time again, and when it refuses requests. `name` is the option that

@@ -219,8 +219,8 @@ class RequestHandler:
         def parse() -> tuple[JsonBody | None, ParsedRequest, int]:
             body = allowed_body(request, data, self._rules)
             if body is None:
-                return None, parse_request({}, request.path, self.config.prompt_text), 0
-            parsed = parse_request(body.content, request.path, self.config.prompt_text)
+                return None, parse_request({}, request.path), 0
+            parsed = parse_request(body.content, request.path)
             return body, parsed, parsed_bytes(data)
 
         try:
@@ -261,6 +261,7 @@ class RequestHandler:
             temperature,
             tenant=ordered.tenant,
             system_prompt=prompt_key(fields.messages),
+            messages=fields.conversation,
         )
         return Exchange(parsed=parsed, request=ordered, query=query, turn=turn, started_s=start)
 
@@ -312,9 +313,10 @@ class RequestHandler:
     async def _forecast(self, exchange: Exchange) -> Forecast:
         with self._part("predict"):
             forecast = exchange.forecast = await self.forecaster.forecast(exchange.query)
-        num_counted = forecast.prompt_tokens
-        prompt_tokens = None if num_counted is None else exchange.parsed.prompt_tokens(num_counted)
-        exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
+        prediction = forecast.prediction
+        is_counted = prediction is not None and prediction.prompt_tokens is not None
+        prompt_tokens = exchange.parsed.prompt_tokens(prediction) if is_counted else None
+        exchange.prompt_tokens = prompt_tokens
         calibration = self.recorder.calibration
         if calibration is not None:
             exchange.context = context_of(exchange)

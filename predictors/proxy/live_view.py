@@ -89,20 +89,25 @@ async def _predicted(handler: RequestHandler, query: PromptQuery) -> tuple[Lengt
     config = handler.config
     messages = [{"role": "system", "content": query.system}] if query.system else []
     messages.append({"role": "user", "content": query.prompt})
-    parsed = parse_request({"model": query.model, "messages": messages}, CHAT, config.prompt_text)
+    parsed = parse_request({"model": query.model, "messages": messages}, CHAT)
     served = query.model if config.served_model is None else config.served_model
-    request = PredictionRequest(uuid.uuid4().hex, parsed.prompt, config.default_max_tokens, served)
+    request = PredictionRequest(
+        uuid.uuid4().hex,
+        parsed.prompt,
+        config.default_max_tokens,
+        served,
+        messages=parsed.body.conversation,
+    )
     forecast = await handler.forecaster.forecast(request)
     prediction = forecast.prediction
     if prediction is None:
         raise TailcastError(_REASONS.get(forecast.outcome, "the predictor has failed"))
     if prediction.length is None:
         raise TailcastError("the predictor has no length head")
-    num_counted = forecast.prompt_tokens
     context = RequestContext(
         served_model=query.model,
         tenant=query.tenant,
-        prompt_tokens=None if num_counted is None else parsed.prompt_tokens(num_counted),
+        prompt_tokens=None if prediction.prompt_tokens is None else parsed.prompt_tokens(prediction),
         system_prompt=prompt_key(parsed.body.messages),
         embedding=request_embedding(prediction.embedding),
     )

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from predictors.proxy.config import PromptText
 from predictors.proxy.errors import bad_body
 from scheduler_core.prediction.api_request import ApiRequest, read_request
+from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.shell.json_text import RepeatedKeyError, check_num_values, num_separators, parse_json
 
 CHAT = "/v1/chat/completions"
@@ -92,13 +92,13 @@ def _dump(content: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request to generate, and the text to predict from.
+    """A request to generate, and its last text.
 
     Attributes:
         endpoint: The path without the prefix of a gateway, see `ENDPOINTS`; "other" for unknown paths.
         content: The parsed body; empty if it is not a JSON object.
         body: The fields of the body, whatever its API.
-        prompt: Text to predict from; empty for token ids, several prompts, and bodies that cannot be read.
+        prompt: Last text of the user; empty for token ids, several prompts, and bodies that cannot be read.
     """
 
     endpoint: str
@@ -116,22 +116,23 @@ class ParsedRequest:
         """Number of outputs; 1 if it is malformed, which the engine reports."""
         return self.body.num_outputs or 1
 
-    def prompt_tokens(self, num_counted: int | None = None) -> int:
-        """Estimated tokens of the prompt, at least 1: by the tokens per character of `prompt` if it has `num_counted`
-        tokens, otherwise by their characters."""
-        if num_counted is None or not self.prompt:
+    def prompt_tokens(self, prediction: Prediction | None = None) -> int:
+        """Estimated tokens of the prompt, at least 1: by the tokens per character of what the predictor has read, if it
+        counted them, otherwise by their characters."""
+        if prediction is None or not prediction.prompt_tokens or not self.prompt:
             return self.body.prompt_tokens()
-        return max(1, round(num_counted * self.body.num_chars / len(self.prompt)))
+        num_read = prediction.prompt_chars or len(self.prompt)
+        return max(1, round(prediction.prompt_tokens * self.body.num_chars / num_read))
 
 
-def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText) -> ParsedRequest:
+def parse_request(content: Mapping[str, Any], path: str) -> ParsedRequest:
     """Parses the fields of a request to a path."""
     body = read_request(content)
     return ParsedRequest(
         endpoint=endpoint_of(path),
         content=content,
         body=body,
-        prompt=body.text(conversations=prompt_text == "conversation"),
+        prompt=body.text(),
     )
 
 

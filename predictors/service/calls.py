@@ -272,6 +272,7 @@ class PredictorCalls:
             artifact_ids=self.artifacts.names,
             max_prompt_chars=served.reader.max_prompt_chars or 0,
             learns=self.learner is not None,
+            part_tokens=None if manifest.part_tokens is None else dataclasses.asdict(manifest.part_tokens),
         )
 
 

@@ -22,7 +22,7 @@ from scheduler_core.errors import InputError, suggestion
 from scheduler_core.lengths import LogT
 from scheduler_core.prediction.correction import MAX_NAME_CHARS
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
-from scheduler_core.prediction.prompt_text import messages_of, predictor_text
+from scheduler_core.prediction.prompt_text import messages_of
 
 M = TypeVar("M")
 logger = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class PipelineResult(NamedTuple):
     inference_s: float
     batch_size: int
     cached: bool = False
+    prompt_chars: int = 0
 
 
 class RequestReader:
@@ -134,6 +135,7 @@ class RequestReader:
     def __init__(self, runtime: ArtifactRuntime, max_prompt_chars: int | None) -> None:
         self._runtime = runtime
         self._manifest = runtime.artifact.manifest
+        self._form = self._manifest.form
         self._unknown_models: set[int] = set()  # hashes of names
         self.max_prompt_chars = max_prompt_chars
 
@@ -182,7 +184,7 @@ class RequestReader:
     def _message_text(self, chat: pb.ChatMessages) -> str:
         if len(chat.messages) > MAX_MESSAGES:
             raise _too_many("messages", len(chat.messages), "messages", MAX_MESSAGES)
-        return predictor_text(messages_of(chat.messages), conversations=self._manifest.conversations)
+        return self._form.text(messages_of(chat.messages))
 
     def _token_ids(self, token_ids: pb.TokenIds) -> TokenizedPrompt:
         max_length = self._manifest.max_length
@@ -242,6 +244,7 @@ def predict_response(
         **response_fields(prediction),
         **({} if prediction.length is None else _length_numbers(request, prediction.length)),
         prompt_tokens=result.prompt_tokens,
+        prompt_chars=result.prompt_chars,
         truncated=result.truncated,
         durations=pb.Durations(
             tokenize_ns=round(result.tokenize_s * 1e9),

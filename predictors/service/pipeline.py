@@ -165,6 +165,7 @@ class ServedArtifact:
             queue_s=batched.queue_s + max(0.0, batched.work_s - inference_s),
             inference_s=inference_s,
             batch_size=batched.batch_size,
+            prompt_chars=len(prompt) if isinstance(prompt, str) else 0,
         )
 
     async def _tokenized(self, prompt: str) -> TokenizedPrompt:

@@ -116,7 +116,9 @@ class QuotaCallback(_Base):  # type: ignore[misc]
         text, limit = request.text(), self._settings.default_max_tokens
         if not text:
             return None
-        query = PredictionRequest("", text, limit, self._settings.model or model, request.temperature)
+        query = PredictionRequest(
+            "", text, limit, self._settings.model or model, request.temperature, messages=request.conversation
+        )
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 [prediction] = await self._predictor.predict([query], timeout_s=self._settings.timeout_s)

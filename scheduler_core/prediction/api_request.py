@@ -16,22 +16,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from scheduler_core.prediction.predictions import Prediction, requested_prediction
 from scheduler_core.prediction.prompt_text import (
+    LAST_TEXT,
+    OPTIONS,
     SYSTEM,
     USER,
     Message,
+    PromptForm,
+    Read,
     content_text,
     is_list,
     member,
     messages_of,
-    predictor_text,
 )
+from scheduler_core.prediction.request_options import options_text
 
 #: Approximate number of characters per token, for prompts that are not tokenized.
 CHARS_PER_TOKEN = 4
@@ -48,8 +52,6 @@ _LIMITS = (
     "maxOutputTokens",
 )
 _MINIMUMS = ("min_tokens", "min_new_tokens")
-#: Returns a member of a body by name; None if it is missing.
-Read = Callable[[str], Any]
 _PROMPTS = ("prompt", "text", "inputs", "input_ids", "token_ids", "prompt_token_ids")
 
 
@@ -61,6 +63,7 @@ class ApiRequest:
         messages: Messages of a chat, first the system prompt; empty for texts and token ids.
         texts: Prompts of a text completion.
         num_prompt_ids: Total number of token ids, for prompts given as ids.
+        options: Text of the options that change the length of the output, see `request_options`.
         num_other_chars: Characters of the definitions of tools and of the output's schema, which are a part of the prompt.
         model: Name of the served model; "" if the request has none.
         max_tokens: Maximum number of output tokens; None: no limit.
@@ -76,6 +79,7 @@ class ApiRequest:
     messages: tuple[Message, ...] = ()
     texts: tuple[str, ...] = ()
     num_prompt_ids: int = 0
+    options: str = ""
     num_other_chars: int = 0
     model: str = ""
     max_tokens: int | None = None
@@ -93,11 +97,16 @@ class ApiRequest:
         """Whether the request has a prompt that was read."""
         return bool(self.messages or any(self.texts) or self.num_prompt_ids)
 
-    def text(self, *, conversations: bool = False) -> str:
-        """The text that a predictor reads, see `predictor_text`; empty for token ids and for several prompts."""
-        if self.messages:
-            return predictor_text(self.messages, conversations=conversations)
-        return self.texts[0] if len(self.texts) == 1 else ""
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """What predictors read: the options, as a message of their role, and the messages, or the only text of a completion.
+        Empty for token ids and for several prompts."""
+        messages = self.messages or tuple(Message(USER, text) for text in self.texts if len(self.texts) == 1)
+        return (Message(OPTIONS, self.options), *messages) if self.options and messages else messages
+
+    def text(self, form: PromptForm = LAST_TEXT) -> str:
+        """The text that a predictor of this form reads; empty for token ids and for several prompts."""
+        return form.text(self.conversation)
 
     @property
     def forces_length(self) -> bool:
@@ -153,14 +162,18 @@ def read_request(body: object) -> ApiRequest:
             prompt |= {"texts": texts, "num_prompt_ids": num_ids}
     model, priority = read("model"), integer(read("priority"))
     stream_options = read("stream_options")
+    min_tokens, num_outputs = _first(readers, _MINIMUMS) or 0, _num_outputs(readers, num_prompts)
     return ApiRequest(
         **prompt,
+        options=options_text(
+            readers, min_tokens=min_tokens, num_outputs=(num_outputs or num_prompts) // num_prompts
+        ),
         num_other_chars=_num_chars(read),
         model=model if isinstance(model, str) else "",
         max_tokens=_first(readers, _LIMITS),
-        min_tokens=_first(readers, _MINIMUMS) or 0,
+        min_tokens=min_tokens,
         ignores_eos=any(each("ignore_eos") is True for each in readers),
-        num_outputs=_num_outputs(readers, num_prompts),
+        num_outputs=num_outputs,
         temperature=_number(readers, "temperature"),
         top_p=_number(readers, "top_p"),
         is_stream=read("stream") is True,

@@ -184,7 +184,8 @@ class RankPrediction:
 class Prediction:
     """All predictions of one artifact for a request; None for heads that it does not have.
 
-    `prompt_tokens` is the number of tokens of the prompt, None if the predictor truncated it or did not count.
+    `prompt_tokens` is the number of tokens of the text that the predictor has read, None if it truncated it or did not
+    count, and `prompt_chars` that of its characters, None if unknown.
     `embedding` is for the memory of past requests (see `memory`), None if the predictor has none.
     """
 
@@ -194,6 +195,7 @@ class Prediction:
     rank: RankPrediction | None = None
     point: PointPrediction | None = None
     prompt_tokens: int | None = None
+    prompt_chars: int | None = None
     embedding: Embedding | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

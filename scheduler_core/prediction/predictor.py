@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.prompt_text import Message, PromptForm
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
 #: The predictors that come with tailcast.
@@ -31,7 +32,8 @@ PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
-    """Input of a prediction. `prompt` is the text sent to the served model, `served_model` is empty if there
+    """Input of a prediction. `prompt` is the text sent to the served model, of a conversation the last one of the user,
+    and `messages` the conversation, empty if unknown; predictors read either (`text`). `served_model` is empty if there
     is only one, `temperature` is the sampling temperature (>= 0), None if unknown. `tenant` (empty if unknown) and
     `system_prompt`, the key of the system prompt (see `prompt_text.prompt_key`), are for services that learn."""
 
@@ -42,6 +44,11 @@ class PredictionRequest:
     temperature: float | None = None
     tenant: str = ""
     system_prompt: int = 0
+    messages: tuple[Message, ...] = ()
+
+    def text(self, form: PromptForm) -> str:
+        """The text that a predictor of this form reads."""
+        return form.text(self.messages) if self.messages else self.prompt
 
 
 class Predictor(ABC):

@@ -10,16 +10,34 @@ the same text. Reading never fails: a malformed message has an empty text, becau
 | images, audio, video or files, without text | a placeholder, such as [image] |
 | calls of tools (`tool_calls`, `function_call`, `tool_use`, `tool_call`, `functionCall`) | NAME(ARGUMENTS), one per line |
 | results of tools (role tool or function, `tool_result`, `function_call_output`, `functionResponse`) | the result |
+
+What a predictor reads of them is its `PromptForm`: the last text of the user, or the conversation, whole or in parts:
+
+| part | text, in this order |
+|---|---|
+| options | the options of the request (`request_options`), which are a message of the role options |
+| system | the system prompts |
+| turns | the messages before the last text of the user |
+| last | the last text of the user and what follows, such as results of tools |
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
-SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+import numpy as np
+
+from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
+
+OPTIONS, SYSTEM, USER, ASSISTANT, TOOL = "options", "system", "user", "assistant", "tool"
+#: Returns a member of the body of a request by name; None if it is missing.
+Read = Callable[[str], Any]
 #: Names of roles in APIs and public data sets -> role.
 ROLES: Mapping[str, str] = {
     **dict.fromkeys(("system", "developer"), SYSTEM),
@@ -37,6 +55,36 @@ _ITEM_ROLES = {"function_call_output": TOOL, "custom_tool_call_output": TOOL, "t
 _CALLS = frozenset({"function_call", "custom_tool_call", "tool_call", "tool_use", "server_tool_use"})
 #: Maximum nesting of content that is read.
 _MAX_DEPTH = 8
+#: What takes about one token each: words of up to `_ENGLISH_LETTERS` or `_OTHER_LETTERS` letters, and other characters.
+_PIECES = re.compile(r"[A-Za-z\u00c0-\u024f]{1,32}|[0-9]{1,3}|\S")
+_ENGLISH_LETTERS, _OTHER_LETTERS = 6, 3
+_ENGLISH = frozenset(
+    (
+        "the",
+        "of",
+        "to",
+        "and",
+        "a",
+        "in",
+        "is",
+        "that",
+        "for",
+        "on",
+        "with",
+        "as",
+        "it",
+        "you",
+        "be",
+        "are",
+        "your",
+        "this",
+    )
+)
+#: Share of these words from which a text is English.
+_MIN_ENGLISH = 0.1
+#: Characters that are read per token of a budget, at each end of a text.
+_CHARS_PER_TOKEN = 16
+_GAP = " … "
 
 
 class Message(NamedTuple):
@@ -81,24 +129,113 @@ def messages_of(value: object) -> tuple[Message, ...]:
 
 def user_text(messages: Sequence[Message]) -> str:
     """The last text of the user; without one the last text of any message, or a placeholder. Empty if there is none."""
-    texts = [message for message in messages if message.text.strip() and message.text not in PLACEHOLDERS]
+    messages = [message for message in messages if message.text and message.role != OPTIONS]
+    texts = [each for each in messages if each.text.strip() and each.text not in PLACEHOLDERS]
     of_user = [message for message in texts if message.role == USER]
-    others = [message for message in messages if message.text]
-    return next((choices[-1].text for choices in (of_user, texts, others) if choices), "")
+    return next((choices[-1].text for choices in (of_user, texts, messages) if choices), "")
 
 
-def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
-    """The text of a conversation of (role, text): texts with their roles, or the text of a single user message. Truncation
-    in the middle keeps the system prompt and the end."""
-    turns = [(role, text) for role, text in messages if text]
-    if len(turns) == 1 and turns[0][0] == USER:
-        return turns[0][1]
-    return "\n\n".join(f"{role}: {text}" for role, text in turns)
+def conversation_text(messages: Iterable[Message]) -> str:
+    """The text of a whole conversation: texts with their roles, or the text of a single user message. Truncation in the
+    middle keeps the system prompt and the end."""
+    turns = [message for message in messages if message.text and message.role != OPTIONS]
+    if len(turns) == 1 and turns[0].role == USER:
+        return turns[0].text
+    return _with_roles(turns)
 
 
-def predictor_text(messages: Sequence[Message], *, conversations: bool) -> str:
-    """The text that a predictor reads: the conversation, if the artifact was trained on `conversations`, else `user_text`."""
-    return conversation_text(messages) if conversations else user_text(messages)
+class ConversationParts(NamedTuple):
+    """The messages of each part of a conversation that have a text; see the table above."""
+
+    options: Sequence[Message]
+    system: Sequence[Message]
+    turns: Sequence[Message]
+    last: Sequence[Message]
+
+    @classmethod
+    def of(cls, messages: Iterable[Message]) -> ConversationParts:
+        """Splits a conversation into its parts."""
+        options: list[Message] = []
+        system: list[Message] = []
+        others: list[Message] = []
+        for message in messages:
+            if message.text:
+                role = message.role
+                (options if role == OPTIONS else system if role == SYSTEM else others).append(message)
+        of_user = [number for number, message in enumerate(others) if message.role == USER]
+        texts = [number for number in of_user if others[number].text not in PLACEHOLDERS]
+        start = [max(len(others) - 1, 0), *of_user[-1:], *texts[-1:]][-1]
+        return cls(options, system, others[:start], others[start:])
+
+    def with_random_parts(self, rng: np.random.Generator, dropped: float = 0.5) -> tuple[Message, ...]:
+        """The conversation, from which options, system prompts and earlier turns are each dropped with this probability, so
+        that a predictor learns to do without them."""
+        kept = [part for part in self[:-1] if rng.random() >= dropped]
+        return tuple(message for part in (*kept, self.last) for message in part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTokens:
+    """Numbers of tokens of the parts of a conversation that a predictor reads, about.
+
+    Of a longer part the beginning and the end are kept. The sum should be less than the predictor's max_length by about
+    20, for special tokens and errors of the estimate.
+    """
+
+    options: int = 40
+    """Tokens of the options of the request, such as its tools and response format."""
+    system: int = 56
+    """Tokens of the system prompts."""
+    turns: int = 48
+    """Tokens of the messages before the last text of the user."""
+    last: int = 96
+    """Tokens of the last text of the user and what follows, in addition to those that the other parts leave."""
+
+    #: Read by pydantic, where a configuration or a manifest has this one.
+    __pydantic_config__: ClassVar[Mapping[str, object]] = {"strict": True, "extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        check_ranges(self, **dict.fromkeys(("options", "system", "turns", "last"), (1, INTEGERS)))
+
+    def text(self, messages: Iterable[Message]) -> str:
+        """The text of a conversation within these numbers of tokens; a single user message is unchanged."""
+        parts = ConversationParts.of(messages)
+        if len(parts.last) == 1 and parts.last[0].role == USER and not any(parts[:-1]):
+            return parts.last[0].text
+        texts, left = [], 0
+        for name, part in parts._asdict().items():
+            budget: int = getattr(self, name) + (left if name == "last" else 0)
+            text, num_tokens = _shortened(_with_roles(part), budget)
+            left += budget - num_tokens
+            texts.append(text)
+        return "\n\n".join(filter(None, texts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptForm:
+    """What a predictor reads of the messages of a request, in training as in serving.
+
+    Attributes:
+        conversations: Whether it reads the conversation, not only the last text of the user.
+        part_tokens: Numbers of tokens of the parts of a conversation; None: the whole conversation, without options.
+    """
+
+    conversations: bool = False
+    part_tokens: PartTokens | None = None
+
+    def __post_init__(self) -> None:
+        if self.part_tokens is not None and not self.conversations:
+            raise InputError("part_tokens", self.part_tokens, "unset, because conversations is false")
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text that the predictor reads."""
+        if not self.conversations:
+            return user_text(messages)
+        return (conversation_text if self.part_tokens is None else self.part_tokens.text)(messages)
+
+
+#: The form of predictors of the last text of the user.
+LAST_TEXT = PromptForm()
 
 
 def prompt_key(messages: Sequence[Message]) -> int:
@@ -109,6 +246,45 @@ def prompt_key(messages: Sequence[Message]) -> int:
         return 0
     digest = hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _with_roles(messages: Iterable[Message]) -> str:
+    return "\n\n".join(f"{message.role}: {message.text}" for message in messages)
+
+
+def _shortened(text: str, budget: int) -> tuple[str, int]:
+    """The beginning and the end of a text, of about `budget` tokens together, and their number of tokens. The estimate is
+    one for all tokenizers, and rather too high."""
+    limit = _CHARS_PER_TOKEN * budget
+    letters = _ENGLISH_LETTERS if _is_english(text[:limit]) else _OTHER_LETTERS
+
+    def pieces(part: str) -> list[tuple[int, int, int]]:
+        """Start, end and number of tokens of each piece."""
+        spans = [match.span() for match in _PIECES.finditer(part)]
+        return [
+            (start, end, -(-(end - start) // letters) if part[start].isalpha() else 1) for start, end in spans
+        ]
+
+    if len(text) <= limit and (num_tokens := sum(piece[2] for piece in pieces(text))) <= budget:
+        return text, num_tokens
+    last = (budget - 1) // 2
+    first, used = budget - 1 - last, 1
+    head, tail = text[:limit], text[-limit:]
+    head_end, tail_start = 0, len(tail)
+    for _, end, num_tokens in pieces(head):
+        if num_tokens > first:
+            break
+        first, used, head_end = first - num_tokens, used + num_tokens, end
+    for start, _, num_tokens in reversed(pieces(tail)):
+        if num_tokens > last:
+            break
+        last, used, tail_start = last - num_tokens, used + num_tokens, start
+    return f"{head[:head_end]}{_GAP}{tail[tail_start:]}", used
+
+
+def _is_english(text: str) -> bool:
+    words = text.lower().split()
+    return sum(word in _ENGLISH for word in words) > _MIN_ENGLISH * len(words)
 
 
 def _message(item: object) -> Message | None:

@@ -20,6 +20,7 @@ from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.encoder import load_encoder
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.prediction.prompt_text import PromptForm
 from scheduler_core.shell.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
 from tests.training.tiny import ENCODERS, tiny_bert
@@ -35,6 +36,7 @@ from training.network.module import StageModule
 from training.network.tasks import LengthTask
 from training.network.train import train
 
+WHOLE = PromptForm(conversations=True)
 NO_STAGE = StageConfig(epochs=0, learning_rate=1e-3)
 MSE = LengthTask(objective="mse")
 WIDE = Tower(hidden_sizes=(32, 16), dropouts=(0.0, 0.0))
@@ -560,9 +562,12 @@ def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, tmp_path):
 def test_rows_without_messages_are_lone_user_messages_and_fits_have_none():
     messages = [[{"role": "system", "content": "x"}, {"role": "user", "content": "b"}], None]
     table = pa.table({"prompt": ["b", "c"], "messages": pa.array(messages, MESSAGES)})
-    assert with_conversations(table, Path("t")).column("prompt").to_pylist() == ["system: x\n\nuser: b", "c"]
+    assert with_conversations(table, Path("t"), WHOLE).column("prompt").to_pylist() == [
+        "system: x\n\nuser: b",
+        "c",
+    ]
     plain = pa.table({"prompt": ["b"]})
-    assert with_conversations(plain, Path("t")) is plain
+    assert with_conversations(plain, Path("t"), WHOLE) is plain
     fits = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
     with pytest.raises(InputError, match="fits do not store conversations"):
-        with_conversations(fits, Path("fits.parquet"))
+        with_conversations(fits, Path("fits.parquet"), WHOLE)

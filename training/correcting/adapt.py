@@ -24,6 +24,7 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.correction import is_model_name
 from scheduler_core.prediction.linear_correction import fit, fit_each
 from scheduler_core.prediction.outcome import Outcome
+from scheduler_core.prediction.prompt_text import PromptForm
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import atomic_directory, folder_target, writable_target, write_json
 from scheduler_core.shell.options import check_outputs
@@ -65,7 +66,7 @@ def adapt(config: AdaptConfig) -> int:
     manifest = old.artifact.manifest
     if "length" not in manifest.heads or MODEL not in manifest.files:
         raise InputError("artifact", config.artifact, f"an artifact with a length head and {MODEL}")
-    outcomes, prompt_ids, left_out, num_rows = _read_log(config, conversations=manifest.conversations)
+    outcomes, prompt_ids, left_out, num_rows = _read_log(config, manifest.form)
     bases = [default_base(manifest, outcome.served_model) for outcome in outcomes]
     outcomes = predicted(old, outcomes, bases, progress=config.progress)
     is_held_back = _held_back(outcomes, prompt_ids, config)
@@ -97,9 +98,7 @@ def adapt(config: AdaptConfig) -> int:
     return report_left_out(left_out, num_rows)
 
 
-def _read_log(
-    config: AdaptConfig, *, conversations: bool
-) -> tuple[list[Outcome], list[str], Counter[str], int]:
+def _read_log(config: AdaptConfig, form: PromptForm) -> tuple[list[Outcome], list[str], Counter[str], int]:
     """Reads the last requests of the log that have the text of a prompt and an output, without predictions.
 
     Also returns the ids of their prompts, the numbers of rows of the log that were left out, by reason, and of all its rows.
@@ -123,8 +122,8 @@ def _read_log(
             left_out.update(import_lengths(options)["skipped"])
         table = read_samples(path, _COLUMNS)
     num_rows = len(table) + left_out.total()
-    if conversations:
-        table = with_conversations(table, path)
+    if form.conversations:
+        table = with_conversations(table, path, form)
     outcomes, prompt_ids = [], []
     for row in table.select([name for name in _COLUMNS if name in table.column_names]).to_pylist():
         is_complete = row["finish_reason"] != "length"

@@ -116,8 +116,7 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     options = FitOptions(
         nu=DEFAULT_NU if length.learn_nu else length.nu, keys=config.keys, max_tokens=config.max_tokens
     )
-    conversations = checkpoint.config.conversations
-    fits = read_fits_or_fit(config.data, options, min_samples=1, conversations=conversations)
+    fits = read_fits_or_fit(config.data, options, min_samples=1, form=checkpoint.config.form)
     fits = of_split(fits, checkpoint.training_info.get("data", {}), config.split)
     conditioning = checkpoint.config.conditioning
     if conditioning is not None and conditioning.unknown_is_mean:

@@ -15,6 +15,7 @@ from predictors.heads import Predicted
 from predictors.manifest import MANIFEST, MODEL
 from predictors.pretrained import predictor_folder
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.prompt_text import PromptForm
 from scheduler_core.shell.progress import tracked
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class BatchPredictor:
     urgency_levels: tuple[str, ...]  # names of the urgency levels, the most urgent first; empty: no such head
     served_models: tuple[str, ...]  # known served models; empty: not conditioned on the served model
     data: Mapping[str, Any]  # training data: name, SHA-256, split, baselines
-    conversations: bool  # whether whole conversations are encoded, not only the last user message
+    form: PromptForm  # what is read of a row with messages
     folder: Path
 
     @property
@@ -115,7 +116,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> BatchPredictor:
         urgency_levels=manifest.urgency_levels if "urgency" in manifest.heads else (),
         served_models=manifest.served_models if conditioned else (),
         data=manifest.training_data,
-        conversations=manifest.conversations,
+        form=manifest.form,
         folder=folder,
     )
 
@@ -142,7 +143,7 @@ def _open_checkpoint(folder: Path, options: InferenceOptions) -> BatchPredictor:
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
         served_models=() if config.conditioning is None else config.conditioning.served_models,
         data=data if isinstance(data, dict) else {},
-        conversations=config.conversations,
+        form=config.form,
         folder=folder,
     )
 

@@ -59,8 +59,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         name: open_batch_predictor(folder, options, "compare") for name, folder in config.others.items()
     }
     for name, other in others.items():
-        if other.conversations != predictor.conversations:
-            allowed = "predictors with the same input: whole conversations, or the last user message"
+        if other.form != predictor.form:
+            allowed = (
+                "predictors with the same input: the same parts of conversations, or the last user message"
+            )
             raise InputError("compare", name, allowed)
     fits = _read(config.data, config, predictor)
     rows = _select(fits, predictor, config)
@@ -115,9 +117,7 @@ def _candidate(name: str, predictor: BatchPredictor, rows: EvaluationRows) -> Ca
 def _read(path: str, config: EvaluateConfig, predictor: BatchPredictor, field: str = "data") -> FittedGroups:
     options = FitOptions(nu=predictor.fit_nu, keys=config.keys, max_tokens=config.max_tokens)
     where = {} if config.served_model is None else {"model": config.served_model}
-    fits = read_fits_or_fit(
-        path, options, field=field, where=where, min_samples=1, conversations=predictor.conversations
-    )
+    fits = read_fits_or_fit(path, options, field=field, where=where, min_samples=1, form=predictor.form)
     if fits.nu != predictor.fit_nu:
         column = f"{Path(path).name}, column nu"
         raise InputError(column, fits.nu, f"{predictor.fit_nu:g}, the predictor's nu")

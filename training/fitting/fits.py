@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.prompt_text import LAST_TEXT, PromptForm
 from scheduler_core.shell.table_files import convertible, read_parquet
 from training.fitting.estimate import (
     MIN_SAMPLES,
@@ -253,7 +254,7 @@ def read_fits_or_fit(
     field: str = "data",
     where: dict[str, str] | None = None,
     min_samples: int = MIN_SAMPLES,
-    conversations: bool = False,
+    form: PromptForm = LAST_TEXT,
 ) -> FittedGroups:
     """Reads a fits file, or reads output lengths (samples or lists) and fits them.
 
@@ -265,15 +266,15 @@ def read_fits_or_fit(
         field: Name of the option with the path, for error messages.
         where: Column -> value; only rows with these values are used.
         min_samples: Minimum size of the largest group; groups with fewer than 3 samples are not fitted.
-        conversations: Use whole conversations as prompts (`with_conversations`).
+        form: What the predictor reads of a row with messages (`with_conversations`).
 
     Raises:
         InputError: As in `group_table`; or parameters of a fits file are not finite, or no row remains.
     """
     path = Path(path)
     table = filtered(read_parquet(path, field), path, where or {})
-    if conversations:
-        table = with_conversations(table, path)
+    if form.conversations:
+        table = with_conversations(table, path, form)
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
     groups = group_table(
         table,

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.prompt_text import conversation_text, messages_of
+from scheduler_core.prediction.prompt_text import PromptForm, messages_of
 from scheduler_core.shell.table_files import convertible
 from training.fitting.estimate import MIN_SAMPLES
 
@@ -363,8 +363,8 @@ def _group_limits(
     return [limit or None for limit in limits.tolist()]
 
 
-def with_conversations(table: pa.Table, path: Path) -> pa.Table:
-    """Replaces the column `prompt` by the text of the whole conversation, for rows with `messages`.
+def with_conversations(table: pa.Table, path: Path, form: PromptForm) -> pa.Table:
+    """Replaces the column `prompt` by the text of the conversation that a predictor of this form reads, for rows with `messages`.
 
     Rows without `messages` keep their prompt as a single user message. InputError for a file of fits, which stores only
     the last user message.
@@ -375,7 +375,7 @@ def with_conversations(table: pa.Table, path: Path) -> pa.Table:
     if "messages" not in table.column_names or "prompt" not in table.column_names:
         return table
     texts = [
-        text if messages is None else conversation_text(messages_of(messages)) or text
+        text if messages is None else form.text(messages_of(messages)) or text
         for text, messages in zip(
             table.column("prompt").to_pylist(), table.column("messages").to_pylist(), strict=True
         )

@@ -8,6 +8,7 @@ from typing import Literal
 
 from predictors.heads import Tower
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm
 from scheduler_core.ranges import BELOW_ONE, FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.shell.threads import check_threads
 from training.fitting.grouping import GroupingOptions
@@ -114,7 +115,11 @@ class TrainConfig(Tasks, GroupingOptions):
     prompt_length: bool = False
     """Use the number of tokens of the prompt as an additional feature."""
     conversations: bool = False
-    """Encode the whole conversation, including system prompt and earlier turns, for rows with `messages`; false: only the last user message."""
+    """Encode the conversation, including system prompt and earlier turns, for rows with `messages`; false: only the last user message."""
+    part_tokens: PartTokens | None = None
+    """With conversations: tokens of each part, the request's options included; unset: the whole conversation without options."""
+    amounts: bool = False
+    """Write the amount of output that a prompt asks for in front of it, as in [words 500]."""
     tower: Tower = field(default_factory=Tower)
     """Layers of each head."""
     conditioning: ConditioningOptions | None = None
@@ -219,6 +224,11 @@ class TrainConfig(Tasks, GroupingOptions):
         """Options of stage 1 or 2; with `only_conditioning`, stage 1 has 0 epochs."""
         options = self.stage1 if number == 1 else self.stage2
         return replace(options, epochs=0) if number == 1 and self.only_conditioning else options
+
+    @property
+    def form(self) -> PromptForm:
+        """What is read of rows with messages."""
+        return PromptForm(conversations=self.conversations, part_tokens=self.part_tokens)
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:

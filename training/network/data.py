@@ -129,7 +129,11 @@ class SplitData:
             rows=rows,
             texts=texts,
             token_ids=tokenize(
-                tokenizer, texts, max_length=config.max_length, truncation_side=config.truncation_side
+                tokenizer,
+                texts,
+                max_length=config.max_length,
+                truncation_side=config.truncation_side,
+                amounts=config.amounts,
             ),
             row_offsets=np.searchsorted(rows.prompt, np.arange(len(texts) + 1)).astype(np.int64),
             level=level,

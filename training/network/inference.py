@@ -108,7 +108,11 @@ def predict_prompts(
     row_prompt = torch.tensor([numbers.setdefault(text, len(numbers)) for text in prompts], dtype=torch.int64)
     config, texts = model.config, list(numbers)
     token_ids = tokenize(
-        tokenizer, texts, max_length=config.max_length, truncation_side=config.truncation_side
+        tokenizer,
+        texts,
+        max_length=config.max_length,
+        truncation_side=config.truncation_side,
+        amounts=config.amounts,
     )
     features = pooled_features(
         model, token_ids, int(tokenizer.pad_token_id), batch_size=batch_size, track=track

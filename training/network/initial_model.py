@@ -38,7 +38,10 @@ SIGMA_LOG_STD, MIN_SIGMA_LOG_STD = 0.2, 0.1
 MIN_SAMPLES = 3
 # Lengths whose logarithms have a smaller standard deviation are considered equal.
 MIN_LOG_STD = 1e-6
-_ARCHITECTURE = ("max_length", "truncation_side", "pooling", "prompt_length", "conversations")
+_ARCHITECTURE = (
+    *("max_length", "truncation_side", "pooling", "prompt_length"),
+    *("conversations", "part_tokens", "amounts"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,8 @@ def _fresh(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialMo
         pooling=config.pooling,
         prompt_length=config.prompt_length,
         conversations=config.conversations,
+        part_tokens=config.part_tokens,
+        amounts=config.amounts,
         served_models=() if conditioning is not None else names,
     )
     generator = torch.Generator().manual_seed(config.seed)

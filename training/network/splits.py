@@ -87,7 +87,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
         FitOptions(nu=config.length.nu, keys=keys, max_tokens=config.max_tokens),
         field=field,
         where=where,
-        conversations=config.conversations,
+        form=config.form,
     )
     if fits.nu != config.length.nu:
         raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, as in length.nu")
@@ -103,7 +103,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
 def _rows(table: pa.Table, path: str, keys: tuple[str, ...], weight: float, config: TrainConfig) -> Rows:
     """Rows of a table, without fitted parameters; without the key `model`, the served model is unknown."""
     if config.conversations:
-        table = with_conversations(table, Path(path))
+        table = with_conversations(table, Path(path), config.form)
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
     groups = group_table(
         table, Path(path), keys=keys, max_tokens=None if is_fits else config.max_tokens, min_samples=1
