@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.metamorphic.__main__ import main, markdown, predicted_medians, score_table
 from benchmarks.metamorphic.suite import CONTROLS, LANGUAGES, PAIRS, Pair, pair_of, read_pairs, scores_of
+from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,3 +140,51 @@ def test_controls_have_no_order() -> None:
     scores = scores_of(controls, medians)
     assert scores.right is None
     assert scores.ratio == pytest.approx(2.0)
+    table = score_table(controls + pairs(10.0), {"p": np.vstack([medians, [[1.0, 3.0]]])}, "group")
+    assert table["all"]["p"] == table["g"]["p"]
+    assert "| controls | 3 | - | 2.00 | - |" in markdown(table)
+    assert "| English | 1 | 100 | 3.00 | 3.00 |" in markdown(table)
+
+
+def test_requests_are_predicted_as_they_are_served() -> None:
+    runtime = open_runtime("tiny")
+    bodies = [pair.long for pair in SUITE if pair.kind in ("words", "min_tokens")]
+    medians = predicted_medians(runtime, bodies)
+    single = [predicted_medians(runtime, [body])[0] for body in bodies[::10]]
+    np.testing.assert_array_equal(medians[::10], single)
+    forced = [
+        (body["min_tokens"], median)
+        for body, median in zip(bodies, medians, strict=True)
+        if "min_tokens" in body
+    ]
+    assert len(forced) == 8
+    assert all(median >= 0.999 * minimum for minimum, median in forced)
+    model = runtime.artifact.manifest.served_models[0]
+    assert not np.array_equal(predicted_medians(runtime, bodies, model), medians)
+    with pytest.raises(InputError, match=r"--served_model: got 'no-model'"):
+        predicted_medians(runtime, bodies, "no-model")
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "scores.json", tmp_path / "page.md"
+    assert main(["one=tiny", "two=tiny", "--json", str(file), "--markdown", str(page)]) == 0
+    output = capsys.readouterr().out
+    assert all(
+        f"| {kind} |" in output for kind in (*(pair.kind for pair in SUITE), *LANGUAGES.values(), "all")
+    )
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["scores"]["all"]["one"] == content["scores"]["all"]["two"]
+    assert len(content["pairs"]) == len(SUITE)
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    assert len(rows) <= 2 + 12
+    assert rows[0].count("two:") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(["tiny"], "NAME=FOLDER"), (["a=tiny", "--served_model", "x"], "--served_model")]
+)
+def test_invalid_arguments_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
