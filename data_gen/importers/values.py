@@ -19,7 +19,7 @@ from data_gen.prompts import conversation_id_of, prompt_id_of
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.api_request import ApiRequest, read_request
 from scheduler_core.prediction.api_response import COMPLETE, TRUNCATED, ended_by
-from scheduler_core.prediction.prompt_text import ASSISTANT, Message, user_text
+from scheduler_core.prediction.prompt_text import ASSISTANT, OPTIONS, Message, user_text
 from scheduler_core.shell.json_text import from_json
 
 log = logging.getLogger(__name__)
@@ -280,8 +280,8 @@ def _unwrapped(item: Any) -> Any:
 def prompt_columns(request: ApiRequest, value: Any = None) -> dict[str, Any]:
     """prompt_id, prompt and messages of a request; of a prompt without text, such as token ids, only an id, the hash of
     `value`. Empty without a prompt."""
-    if request.messages:
-        return conversation_columns(request.messages)
+    if request.messages or (request.options and request.conversation):
+        return conversation_columns(request.conversation)
     if text := request.text():
         return {"prompt_id": prompt_id_of(text), "prompt": text}
     if request.has_prompt or (isinstance(value, Mapping) and value):
@@ -291,14 +291,16 @@ def prompt_columns(request: ApiRequest, value: Any = None) -> dict[str, Any]:
 
 def conversation_columns(messages: Sequence[Message]) -> dict[str, Any]:
     """prompt_id, prompt and messages of a conversation, without the assistant's messages at its end: an output, or the
-    beginning of one. Empty without a text."""
-    texts = [message for message in messages if message.text]
+    beginning of one. The options of the request are its first message. Empty without a text."""
+    options = [message for message in messages if message.role == OPTIONS]
+    texts = [message for message in messages if message.text and message.role != OPTIONS]
     last = max(
         (number for number, each in enumerate(texts, start=1) if each.role != ASSISTANT), default=len(texts)
     )
     history = texts[:last]
     if not history:
         return {}
+    history = [*options, *history]
     several = [{"role": role, "content": text} for role, text in history]
     is_prompt = len(history) == 1 and history[0].role == "user"
     return {

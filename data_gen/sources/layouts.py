@@ -9,7 +9,15 @@ from typing import Any, Literal
 from data_gen.prompts import Prompt, conversation_id_of
 from data_gen.splits import turn_id
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.prompt_text import ASSISTANT, ROLES, SYSTEM, USER, Message, content_text
+from scheduler_core.prediction.prompt_text import (
+    ASSISTANT,
+    OPTIONS,
+    ROLES,
+    SYSTEM,
+    USER,
+    Message,
+    content_text,
+)
 
 # Roles of a prompt that can be sampled; calls and results of tools cannot.
 _ROLES = (SYSTEM, USER, ASSISTANT)
@@ -145,6 +153,8 @@ def _sampled_messages(value: object, location: str) -> tuple[Message, ...]:
             raise InputError(item_location, item, "an object with role and content")
         role, content = ("role" if "role" in item else "from"), ("content" if "content" in item else "value")
         word = str(item.get(role)).lower()
+        if word == OPTIONS:
+            continue  # of the request that is in a log; samples have their own
         name = ROLES.get(word)
         if name not in _ROLES or word == "function_call":
             raise InputError(f"{item_location}: {role}", item.get(role), ", ".join(_ROLES))

@@ -6,7 +6,8 @@
 | model, served_model | name of the served model |
 | max_tokens, max_completion_tokens, max_output_tokens, ... | limit of the output; 0 or below: no limit |
 | other fields of PredictRequest | as in protobuf's JSON mapping: numbers may be texts |
-| other members (tools, stream, stop, ...) | ignored |
+| tools, response_format, reasoning_effort, stop, ... | options of the request, see `scheduler_core.prediction.request_options` |
+| other members (stream, user, ...) | ignored |
 
 Members that differ from one of these names by one letter, case, _ or -, and a few names of other libraries (model_name,
 max_length, ...), are refused, because they are probably meant as these.
@@ -158,7 +159,7 @@ def _input(members: Mapping[str, Any], api: ApiRequest) -> dict[str, Any]:
                 "one text; token_ids has ids of the artifact's tokenizer, /v1/predict-batch several prompts"
             )
             raise InputError(name, value, allowed)
-        return {"prompt": _text(name, api.texts[0])}
+        return {"messages": _chat(name, value, api)} if api.options else {"prompt": _text(name, api.texts[0])}
     return {}
 
 
@@ -166,7 +167,7 @@ def _chat(name: str, value: list[Any] | str, api: ApiRequest) -> pb.ChatMessages
     if len(value) > MAX_MESSAGES and isinstance(value, list):
         raise InputError(name, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
     chat = pb.ChatMessages()
-    for role, text in api.messages:
+    for role, text in api.conversation:
         chat.messages.add(role=_text(name, role), content=_text(name, text))
     return chat
 

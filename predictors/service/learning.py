@@ -156,7 +156,7 @@ def context_of(
         served_model=(scope + (checked.served_model or ""))[:MAX_NAME_CHARS],
         tenant=request.tenant,
         prompt_tokens=None if result.truncated else result.prompt_tokens or None,
-        system_prompt=prompt_key(messages) or request.system_prompt_key,
+        system_prompt=request.system_prompt_key or prompt_key(messages),
         embedding=request_embedding(embedding, messages),
     )
 

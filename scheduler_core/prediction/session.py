@@ -38,7 +38,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_cdf, student_t_hazard
 from scheduler_core.prediction.correction import RequestContext
 from scheduler_core.prediction.predictions import Embedding, LengthPrediction
-from scheduler_core.prediction.prompt_text import ASSISTANT, TOOL, Message
+from scheduler_core.prediction.prompt_text import ASSISTANT, OPTIONS, TOOL, Message
 from scheduler_core.ranges import check_ranges
 
 #: c and s of the features, and their largest absolute value.
@@ -135,6 +135,8 @@ def session_of(messages: Sequence[Message], input_tokens: int | None = None) -> 
     total = since = 0
     after_output = False
     for message in messages:
+        if message.role == OPTIONS:
+            continue
         size = len(message.text)
         total += size
         is_output = message.role == ASSISTANT

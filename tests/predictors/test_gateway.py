@@ -221,7 +221,7 @@ async def test_integers_of_many_digits_are_not_converted() -> None:
         ({"prompt": None, "max_tokens": None}, pb.PredictRequest()),
         ({"token_ids": {"ids": ["1", 2]}}, pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, 2]))),
         ({"quantileLevels": [0.5, "0.9"]}, pb.PredictRequest(quantile_levels=[0.5, 0.9])),
-        ({"prompt": ["sea"], "n": 2, "stream": True}, pb.PredictRequest(prompt="sea")),
+        ({"prompt": ["sea"], "stream": True}, pb.PredictRequest(prompt="sea")),
         ({"model": "m", "servedModel": "m"}, pb.PredictRequest(served_model="m")),
         ({"model": "m", "served_model": ""}, pb.PredictRequest(served_model="m")),
         *[({name: 0}, pb.PredictRequest()) for name in LIMITS],
