@@ -94,6 +94,10 @@ produce offer draft compose describe explain state enumerate invent top outline 
 schreibe erstelle zähle schlage formuliere beschreibe erkläre entwirf erfinde dame da enumera lista escribe menciona nombra
 sugiere proporciona genera crea haz dime propón recomienda explica cita describe donne cite écris
 """)
+#: Words before such a verb that tell the model to do it, as punctuation and the beginning do.
+ASKERS: Final = _words("""
+please and then also you me us now just i like want need help let can't bitte und dann sie mir por favor y puedes luego
+""")
 #: Words between such a verb and its number.
 BETWEEN: Final = _words("""
 me us a an list lists of the top best at least most about exactly up with to some another also out around roughly
@@ -104,7 +108,7 @@ mínimo hasta une
 #: Words after a number that is none of things in the output.
 MEASURES: Final = _words("""
 minutes minute hours hour days day weeks week months month years year seconds percent dollars euros usd people persons friends
-kg km miles meters times million billion th st nd rd am pm degrees x and or to in of is the by with for from on plus minus d
+kg km miles meters times million billion th st nd rd am pm degrees x and or to in of is the by with for from on plus minus d using versus are
 minuten stunden tage tagen wochen monate jahre jahren personen euro prozent horas días semanas meses años personas pesos
 """)
 #: Words that end the search for a number before a unit.
@@ -123,7 +127,7 @@ BOOKS: Final = _words(
 )
 #: Words before an article that make it a request: "in a sentence", "write a paragraph", but not "given a sentence".
 BEFORE_ARTICLE: Final = _words("""
-in write as within into only compose provide give me than just with using to about single exactly answer : schreibe schreib
+in fill write as within into only compose provide give me than just with using to about single exactly answer : schreibe schreib
 nur mit als auf verfasse formuliere antworte einzigen en escribe escribir solo sólo redacta con responde dans écris
 """)
 #: Words before a number that limit the output, also where the prompt is about code.

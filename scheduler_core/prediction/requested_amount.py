@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 
 from scheduler_core.prediction.amount_words import (
     ARTICLES,
+    ASKERS,
     BEFORE_ARTICLE,
     BETWEEN,
     BLOCKS,
@@ -79,6 +80,8 @@ _MIDDLES: Final = [(low * high) ** 0.5 for low, high in pairwise(_LEVELS)]
 #: side of a word.
 _END_CHARACTERS: Final = 1_500
 _WINDOW: Final = 80
+#: Units in prompts about code -> numbers that ask for an amount without a word that limits.
+_IN_CODE: Final[Mapping[str, float]] = {"words": 50, "tokens": 50, "sentences": 3, "paragraphs": 2}
 #: Larger numbers ask for no amount, and a list has fewer items.
 _LARGEST: Final = 10_000_000
 _MOST_ITEMS: Final = 1_000
@@ -92,8 +95,12 @@ _THOUSANDS = re.compile(r"[.,'\u00a0\u202f](?=\d{3}(?!\d))")
 _STOPS = frozenset(".!?;:\n")
 _RANGES = frozenset(("-", "–", "—", "~", "to", "or", "bis", "a", "o", "oder", "à", "and", "und", "y", "et"))
 _OF = ("of", "de", "von", ":")
-#: Punctuation -> space, to split a text into its words; full-width digits -> digits.
-_SPACES = {ord(character): " " for character in ".,:;!?\"'()[]{}*_-/<>=+\u2013\u2014„“”«»¿¡"}
+#: Punctuation -> space, to split an ASCII text into its words; full-width digits -> digits.
+_SPACES = {ord(character): " " for character in ".,:;!?\"'()[]{}*_-/<>=+"}
+_WORD = re.compile(r"[^\W\d_]+")
+_LATIN = re.compile(r"[a-z]{2}")
+_FULL_WIDTH_DIGIT = re.compile("[\uff10-\uff19]")
+_SPEECHES = ("speech", "talk", "presentation", "rede", "discurso")
 _FULL_WIDTH = {0xFF10 + digit: str(digit) for digit in range(10)} | {0xFF0C: ","}
 _UNIT_WORDS, _NUMBER_WORDS, _FORM_WORDS = frozenset(UNITS), frozenset(NUMBERS), frozenset(FORMS)
 #: Number words that may be in front of things.
@@ -228,10 +235,15 @@ def _ends(text: str) -> str:
 def _amount(text: str) -> RequestedAmount | None:
     lower = text.lower()
     if not lower.isascii():
-        lower = lower.translate(_FULL_WIDTH)
-        if _CJK.search(lower) and (amount := _cjk_amount(lower)) is not None:
-            return amount
-    words = set(lower.translate(_SPACES).split())
+        if _FULL_WIDTH_DIGIT.search(lower):
+            lower = lower.translate(_FULL_WIDTH)
+        if _CJK.search(lower):
+            amount = _cjk_amount(lower)
+            if amount is not None or not _LATIN.search(lower):
+                return amount
+        words = set(_WORD.findall(lower))
+    else:
+        words = set(lower.translate(_SPACES).split())
     code = not CODE.isdisjoint(words) or "```" in lower
     detail = "" if BRIEF.isdisjoint(words) else "brief"
     detail = detail or ("" if DETAILED.isdisjoint(words) else "detailed")
@@ -262,11 +274,11 @@ def _counted(text: str, words: set[str], code: bool) -> list[tuple[str, float]]:
                     found[start] = "items" if UNITS[word] == "steps" else UNITS[word], number
         has_counts = not words.isdisjoint(_COUNTS)
         if not code and (has_digits or has_counts):
-            starts = {end: start for word in words & LIST_VERBS for start, end in _places(text, word)}
-            for end, start in ((0, 0), *starts.items()):
+            starts = [place for word in words & LIST_VERBS for place in _places(text, word)]
+            for start, end in [place for place in starts if _is_asked(text, place[0])] or [(0, 0)]:
                 after = text[end : end + _WINDOW]
-                if has_counts or _DIGIT.search(after):
-                    number = _number_after(_TOKEN.findall(after))
+                if (has_counts or _DIGIT.search(after)) and (end or len(text) <= _WINDOW):
+                    number = _number_after(_TOKEN.findall(after), at_start=end == 0)
                     if number is not None:
                         found.setdefault(start, ("items", number))
     return [found[start] for start in sorted(found)]
@@ -282,6 +294,16 @@ def _places(text: str, word: str) -> Iterator[tuple[int, int]]:
         end = start + len(word)
         if not (text[start - 1 : start].isalpha() or text[end : end + 1].isalpha()):
             yield start, end
+
+
+def _is_asked(text: str, start: int) -> bool:
+    """Whether a verb at `start` tells the model what to do: "please list", not "she has to make"."""
+    before = text[max(0, start - 24) : start].rstrip()
+    if not before[-1:].isalpha():
+        return True
+    last = before.split()[-2:]
+    asked = last[-1] in ASKERS or (last[-1] == "to" and last[0] in ASKERS)
+    return asked or " ".join(last) in ("as a", "als eine", "como una")
 
 
 def _whole(found: Sequence[tuple[str, float]], words: set[str]) -> tuple[str, float]:
@@ -311,25 +333,28 @@ def _number_before(tokens: list[str], unit: str, after: str, code: bool) -> floa
     if not end:
         return None
     start, number = _number_ending(tokens, end)
+    if start and end - start == 1 and tokens[start - 1] in ARTICLES:  # a single page
+        start -= 1
     before = tokens[start - 1] if start else ""
     limited = before in LIMITS or (before in _OF and start > 1 and tokens[start - 2] in LIMITS)
-    if end - start == 1 and tokens[start] in ARTICLES:
-        asked = limited or before in BEFORE_ARTICLE or (unit == "pages" and before in _OF)
-        if unit not in ("sentences", "paragraphs", "pages", "lines") or not asked:
-            return None
-    elif before in GIVEN:
-        return None
-    if not limited and (unit == "steps" or (code and not (unit == "words" and number >= 50))):
-        return None
-    if unit == "characters" and number < 20 and before not in LIMITS:
-        return None
-    if unit == "minutes" and not after.strip(" -").startswith(
-        ("speech", "talk", "presentation", "rede", "discurso")
-    ):
-        return None
-    if unit == "pages" and not (BOOKS.isdisjoint(tokens[-6:]) and BOOKS.isdisjoint(after.split())):
-        return None
-    return number if 0 < number <= (_MOST_ITEMS if unit == "items" else _LARGEST) else None
+    asked = limited or before in BEFORE_ARTICLE or (unit == "pages" and before in _OF)
+    if tokens[start] in ARTICLES and end - start == 1:
+        given = not asked or unit not in ("sentences", "paragraphs", "pages", "lines")
+    else:
+        given = before in GIVEN or (number == 1 and unit in ("lines", "pages") and start > 0 and not asked)
+    if unit in _IN_CODE or not code:
+        given = given or (code and number < _IN_CODE[unit] / (5 if limited else 1))
+    else:
+        given = True
+    if unit == "characters":
+        given = given or (number < 20 and not limited)
+    elif unit == "steps":
+        given = given or not limited
+    elif unit == "minutes":
+        given = given or not after.strip(" -").startswith(_SPEECHES)
+    elif unit == "pages":
+        given = given or not (BOOKS.isdisjoint(tokens[-6:]) and BOOKS.isdisjoint(after.split()))
+    return number if not given and 0 < number <= (_MOST_ITEMS if unit == "items" else _LARGEST) else None
 
 
 def _number_ending(tokens: Sequence[str], end: int) -> tuple[int, float]:
@@ -396,12 +421,12 @@ def _german(token: str) -> float | None:
     return NUMBERS.get(token)
 
 
-def _number_after(tokens: Sequence[str]) -> float | None:
+def _number_after(tokens: Sequence[str], *, at_start: bool) -> float | None:
     """The number of things after a verb, or at the beginning of a prompt: "me a list of 10 funny animals"."""
     for start, token in enumerate(tokens[:8]):
         value = None if token in VAGUE else _value(token)
         if value is None:
-            if token not in BETWEEN:
+            if token not in BETWEEN or at_start:
                 return None
             continue
         end = start + 1
@@ -419,7 +444,7 @@ def _number_after(tokens: Sequence[str]) -> float | None:
             or any(noun in UNITS for noun in nouns)
         ):
             return None
-        return number if 1 < number <= _MOST_ITEMS else None
+        return number if 1 < number <= _MOST_ITEMS and value.is_integer() else None
     return None
 
 
@@ -444,7 +469,7 @@ def _cjk_amount(text: str) -> RequestedAmount | None:
         unit, number = _CJK_UNITS[match[3]], _cjk_number(match[1])
         if match[2]:
             number = (number * _cjk_number(match[2])) ** 0.5
-        if number <= (1 if unit == "items" else 0) or number > _LARGEST:
+        if number <= (1 if unit in ("items", "ideographs") else 0) or number > _LARGEST:
             continue
         after, before = text[match.end() : match.end() + 40], text[max(0, match.start() - 12) : match.start()]
         asked = (
