@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,14 +17,15 @@ from scheduler_core.prediction.predictor import (
     PredictionRequest,
     PredictionStatus,
 )
+from scheduler_core.prediction.prompt_text import ASSISTANT, ROLES, TOOL, USER, Message, user_text
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 
 CLOSE_S = 5.0
 #: Texts of a user, the model and the user, to find out how a chat template separates them.
 _MARKS = ("tailcast-mark-of-the-first", "tailcast-mark-of-the-second", "tailcast-mark-of-the-third")
-#: Beginning of the results of tools, which some templates put into user messages.
-_TOOL_RESULT = "<tool_response>"
+#: Results of tools, which some templates put into user messages.
+_TOOL_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*(?:</tool_response>\s*)?", re.DOTALL)
 
 
 class PromptDecoder:
@@ -37,35 +39,72 @@ class PromptDecoder:
         self._tokenizer = tokenizer
         #: Text of the chat template before and after a user message; both empty without a template.
         self._frame = ("", "")
+        #: The text between two messages or before the first one, with the role of the next one as a group; None if the
+        #: template does not name the roles.
+        self._separator: re.Pattern[str] | None = None
+        #: What a template adds: a system prompt where there is none, and the beginning of an output.
+        self._added: tuple[Message, ...] = ()
         if not whole:
             # A template is third-party code that may raise any exception; then there is no frame.
             with suppress(Exception):
                 self._frame = _user_frame(tokenizer)
+                self._separator = _separator(tokenizer)
+                *system, _, output = self._messages(_rendered(tokenizer, (USER,)))
+                self._added = (*system, output)
 
-    def __call__(self, token_ids: Sequence[int]) -> str:
-        """The last user message of a chat, unchanged; otherwise the text without special tokens.
+    def __call__(self, token_ids: Sequence[int]) -> tuple[Message, ...]:
+        """The messages of a chat, unchanged, or one of the user with the text without special tokens.
 
-        A chat is recognized by the text of the template around a user message.
+        A chat is recognized by the text of the template around a user message. If the template does not name the roles,
+        only the last message of the user is found. What the template adds is left out.
         """
         ids = list(token_ids)
-        head, tail = self._frame
-        if head and tail:
-            text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            end = len(text)
-            while (start := text.rfind(head, 0, end)) >= 0:
-                message, close, _ = text[start + len(head) :].partition(tail)
-                if close and message.strip() and not message.lstrip().startswith(_TOOL_RESULT):
-                    return str(message)
-                end = start
-        plain: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return plain
+        if all(self._frame):
+            messages = self._messages(self._tokenizer.decode(ids, skip_special_tokens=False))
+            if any(message.role == USER for message in messages):
+                return tuple(message for message in messages if message not in self._added)
+        return (Message(USER, self._tokenizer.decode(ids, skip_special_tokens=True)),)
+
+    def _messages(self, text: str) -> tuple[Message, ...]:
+        if self._separator is None:
+            head, tail = self._frame
+            _, start, rest = text.rpartition(head)
+            message, end, _ = rest.partition(tail)
+            return (Message(USER, message),) if start and end and message.strip() else ()
+        messages = []
+        _, *parts = self._separator.split(text)
+        for role, message in zip(parts[::2], parts[1::2], strict=True):
+            result = _TOOL_RESULT.fullmatch(message)
+            messages.append(Message(ROLES[role], message) if result is None else Message(TOOL, result[1]))
+        return tuple(messages)
+
+
+def _rendered(tokenizer: Any, roles: Sequence[str]) -> str:
+    """The text of a chat of these roles, whose messages are `_MARKS`, by the template."""
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=False)]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def _separator(tokenizer: Any) -> re.Pattern[str] | None:
+    """A pattern of the text between two messages or before the first one, whose group is the role of the next message; None
+    if a template does not name the roles."""
+    text = _rendered(tokenizer, (USER, ASSISTANT, USER))
+    first, to_model, to_user = (part for part in re.split("|".join(_MARKS), text)[:3])
+    before = _common_start(to_model, to_user)
+    after = to_user[len(before) :].removeprefix(USER)
+    # White space at the end of a template may be missing after the last role.
+    role = re.compile(f"({'|'.join(ROLES)})(?:{re.escape(after)}|{re.escape(after.rstrip())}$)")
+    start = role.search(first)
+    if start is None or not role.fullmatch(to_user, len(before)) or not role.fullmatch(to_model, len(before)):
+        return None
+    opening = re.escape(first[: start.start()])
+    return re.compile(f"(?:^{opening}|{re.escape(before)}){role.pattern}")
 
 
 def _user_frame(tokenizer: Any) -> tuple[str, str]:
     """The text of a chat template before and after each user message, wherever it is in the conversation."""
-    roles = ("user", "assistant", "user")
-    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = _rendered(tokenizer, (USER, ASSISTANT, USER))
     parts = []
     for mark in _MARKS:
         part, _, text = text.partition(mark)
@@ -81,13 +120,13 @@ def _common_start(first: str, second: str) -> str:
 
 class PredictionThread:
     """Runs an `AsyncPredictor` in a thread; every submitted request results in exactly one event. The thread
-    calls `decode` to convert token ids to text; None: requests already have their prompts.
+    calls `decode` to convert token ids to messages; None: requests already have their prompts.
 
     `submit`, `withdraw`, `take` and `close` must not be called concurrently; only `close` blocks.
     """
 
     def __init__(
-        self, collector: AsyncPredictor, decode: Callable[[Sequence[int]], str] | None = None
+        self, collector: AsyncPredictor, decode: Callable[[Sequence[int]], tuple[Message, ...]] | None = None
     ) -> None:
         self._collector = collector
         self._decode = decode
@@ -160,7 +199,10 @@ class PredictionThread:
             return
         try:
             if token_ids is not None and self._decode is not None:
-                request = replace(request, prompt=self._decode(token_ids))
+                messages = self._decode(token_ids)
+                request = replace(
+                    request, prompt=user_text(messages), messages=(*request.messages, *messages)
+                )
             self._collector.submit(request)
         except Exception as error:  # a third-party tokenizer may raise any exception; the engine continues
             self._fail(request.request_id, f"{type(error).__name__}: {error}")

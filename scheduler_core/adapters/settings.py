@@ -15,6 +15,7 @@ from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictor import PREDICTORS, AsyncPredictor, Predictor
+from scheduler_core.prediction.prompt_text import Message
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges
 from scheduler_core.shell.options import check_type
 
@@ -67,7 +68,7 @@ class PredictorSettings:
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def start_thread(
-        self, predictor: Predictor, decode: Callable[[Sequence[int]], str] | None = None
+        self, predictor: Predictor, decode: Callable[[Sequence[int]], tuple[Message, ...]] | None = None
     ) -> PredictionThread:
         """A `PredictionThread` for the predictor with these limits."""
         limits = {"max_in_flight": self.max_in_flight, "max_batch": self.max_batch}
@@ -84,7 +85,7 @@ class EngineSettings(PredictorSettings):
         batching: Name of the batch former that plans the engine's steps; None: the engine forms its own batches.
         batching_parameters: Overrides of the former's parameters.
         tbt_slo_s: Target of the time between two tokens in seconds, by tenant; for requests that have none.
-        prompt: Text for the predictor. "user": the last user message of a chat, found by the chat template,
+        prompt: Text for the predictor. "user": what it reads of the messages of a chat, found by the chat template,
             otherwise the whole text; "whole": always the whole text, as formatted by the chat template.
         online_calibration: Correct predicted lengths with the lengths of ended requests.
         calibration_file: JSON file that keeps the calibration across restarts; None: no file.

@@ -30,7 +30,7 @@ from scheduler_core.adapters.vllm_batches import PlannedSteps
 from scheduler_core.adapters.vllm_cache import OutputEnds, VllmCache
 from scheduler_core.adapters.vllm_failures import FailSafe, guarded
 from scheduler_core.adapters.vllm_queue import PlannedQueue, PolicyQueue
-from scheduler_core.adapters.vllm_requests import forced_length, request_of
+from scheduler_core.adapters.vllm_requests import forced_length, options_of, request_of
 from scheduler_core.adapters.vllm_version import OVERRIDDEN, check_vllm
 from scheduler_core.adapters.vllm_victims import Victims
 from scheduler_core.errors import InputError
@@ -196,7 +196,9 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
             return
         sampling, served_model = request.sampling_params, self._tailcast_settings.model
         temperature = None if sampling is None else float(sampling.temperature)
-        query = PredictionRequest(ours.request_id, "", ours.max_tokens, served_model, temperature)
+        query = PredictionRequest(
+            *(ours.request_id, "", ours.max_tokens, served_model, temperature), messages=options_of(request)
+        )
         try:
             self._tailcast_thread.submit(query, request.prompt_token_ids)
         except Exception as error:

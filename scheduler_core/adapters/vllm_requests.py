@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.api_request import read_request
+from scheduler_core.prediction.prompt_text import OPTIONS, Message
 from scheduler_core.request import Request
 
 #: Request hints of a client (OpenAI API: `vllm_xargs`) -> field of `Request`.
@@ -56,6 +58,12 @@ def request_of(
         identity = (values.get("tenant", ""), getattr(request, "cache_salt", None), session)
         values["session"] = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
     return Request(**values), bad_hints
+
+
+def options_of(request: Any) -> tuple[Message, ...]:
+    """The options of a vLLM request that its sampling parameters have (not tools), as a message; none without options."""
+    options = read_request(request.sampling_params).options
+    return (Message(OPTIONS, options),) if options else ()
 
 
 def forced_length(request: Any) -> tuple[int, bool]:
