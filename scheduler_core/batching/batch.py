@@ -25,6 +25,7 @@ class Batch:
         self.budget = budget
         self.prefills: list[tuple[RequestState, PrefillChunk]] = []
         self.decodes: list[RequestState] = []
+        self._owns_decodes = True
         self.admitted: list[str] = []
         self.preempted: list[str] = []
         self.swapped_out: list[KVTransfer] = []
@@ -62,15 +63,23 @@ class Batch:
 
     def add_decodes(self, states: list[RequestState]) -> None:
         """Adds decodes of running requests that have memory for one more token; the list is not copied."""
+        self._owns_decodes = bool(self.decodes)
         self.decodes = [*self.decodes, *states] if self.decodes else states
         self.budget -= len(states)
+
+    def own_decodes(self) -> list[RequestState]:
+        """`decodes` as a list that may be extended."""
+        if not self._owns_decodes:
+            self.decodes, self._owns_decodes = [*self.decodes], True
+        return self.decodes
 
     def add(self, state: RequestState) -> None:
         """Adds the next chunk of a running request, or its decode."""
         if state.num_computed_tokens < state.prefill_target_tokens:
             self.add_chunk(state)
         else:
-            self.add_decodes([state])
+            self.own_decodes().append(state)
+            self.budget -= 1
 
     def admit(self, pool: Pool, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
         """Admits a waiting request if a slot and memory are free, see `Pool.admit`; adds no tokens."""

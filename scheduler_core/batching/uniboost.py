@@ -6,9 +6,10 @@ Source: Li et al., "Beyond Prediction: Tail-Aware Scheduling for LLM Inference",
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
@@ -17,6 +18,9 @@ from scheduler_core.engine.pool import Pool
 from scheduler_core.policies.base import LAST_RESORT, Policy
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
+
+#: Phi less the hysteresis for requests of the last step; ties by arrival; then Phi and the request.
+Ranked = tuple[float, float, int, float, RequestState]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,34 +78,51 @@ class OneOrder(BatchFormer):
         return batch
 
     def _fill(self, pool: Pool, batch: Batch, now: float) -> None:
-        """Rules 1 to 3."""
-        key, last, ahead_s = pool.policy.key, self._last, self.hysteresis_s
-        ranked = [  # `_rank`, inlined for speed
-            (key(s, now) - (ahead_s if s.request_id in last else 0.0), s.request.arrival_s, s.order, s)
-            for s in pool.running.values()
-        ]
-        later = _Later(sorted(ranked, reverse=True), self.swap_token_s)
-        head: RequestState | None = None
-        head_rank: tuple[float, float, int] | None = None
-        may_admit = True
-        while batch.budget > 0 and len(batch.prefills) + len(batch.decodes) < pool.max_num_seqs:
-            first = pool.waiting.peek() if may_admit else None
-            if first is not None and first.request_id in batch.preempted:
-                first = None
-            if first is not head:
-                head, head_rank = first, None if first is None else self._rank(pool, first, now)
-            if later.ranked and (head_rank is None or later.ranked[-1] < head_rank):
-                state = later.ranked.pop()[-1]
-                if state.status is not Status.RUNNING or not self._grow(pool, batch, state, later, now):
+        """Rules 1 to 3. Beside the sort, a request costs a constant time, unless others are evicted for it."""
+        later = _Later(pool.policy, self._ranked(pool, now), self.swap_token_s, now)
+        ranked, decodes, may_admit = later.ranked, batch.own_decodes(), True
+        head = self._head(pool, batch, now)
+        while batch.budget > 0 and len(batch.prefills) + len(decodes) < pool.max_num_seqs:
+            if ranked and (head is None or ranked[-1] < head):
+                *_, key, state = ranked.pop()
+                if state.status is not Status.RUNNING:
                     continue
+                if state.prefill_target_tokens <= state.num_computed_tokens < state.kv_tokens:
+                    decodes.append(state)  # `Batch.add`, inlined for speed
+                    batch.budget -= 1
+                    continue
+                num_evicted = len(batch.preempted)
+                has_memory = self._grow(pool, batch, state, key, later, now)
+                if may_admit and len(batch.preempted) > num_evicted:
+                    head = self._head(pool, batch, now)
+                if has_memory:
+                    batch.add(state)
             elif head is not None:
-                may_admit = self._admit(pool, batch, head, later, now)
-                if not may_admit:
-                    continue
-                state = head
+                *_, key, state = head
+                may_admit = self._admit(pool, batch, state, key, later, now)
+                if may_admit:
+                    batch.add(state)
+                head = self._head(pool, batch, now) if may_admit else None
             else:
                 return
-            batch.add(state)
+
+    def _ranked(self, pool: Pool, now: float) -> list[Ranked]:
+        """The running requests, first in the order last."""
+        states, last, ahead_s = pool.running.values(), self._last, self.hysteresis_s
+        keys = pool.policy.keys(states, now)
+        ranked = [
+            (key - (ahead_s if s.request_id in last else 0.0), s.request.arrival_s, s.order, key, s)
+            for key, s in zip(keys, states, strict=True)
+        ]
+        ranked.sort(reverse=True)
+        return ranked
+
+    def _head(self, pool: Pool, batch: Batch, now: float) -> Ranked | None:
+        """The waiting request to admit next; None if it was evicted in this step."""
+        state = pool.waiting.peek()
+        if state is None or state.request_id in batch.preempted:
+            return None
+        return self._rank(pool, state, now)
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         policy = pool.policy
@@ -130,7 +151,7 @@ class OneOrder(BatchFormer):
             if self._may_admit(pool, batch.budget - num, now):
                 return False
         if is_short:
-            growing.sort(key=lambda state: self._rank(pool, state, now))
+            growing.sort(key=lambda state: self._rank(pool, state, now)[:3])
             paused = set(growing[free:])
             running = [state for state in running if state not in paused]
             if not running:
@@ -151,26 +172,30 @@ class OneOrder(BatchFormer):
             return False
         return pool.kv.fits(_first_tokens(pool, head, least_budget), waive_watermark=False)
 
-    def _rank(self, pool: Pool, state: RequestState, now: float) -> tuple[float, float, int]:
-        """Phi, less the hysteresis for requests of the last step; ties by arrival."""
+    def _rank(self, pool: Pool, state: RequestState, now: float) -> Ranked:
+        key = pool.policy.key(state, now)
         ahead_s = self.hysteresis_s if state.request_id in self._last else 0.0
-        return pool.policy.key(state, now) - ahead_s, state.request.arrival_s, state.order
+        return key - ahead_s, state.request.arrival_s, state.order, key, state
 
-    def _grow(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
+    def _grow(
+        self, pool: Pool, batch: Batch, state: RequestState, key: float, later: _Later, now: float
+    ) -> bool:
         """Takes memory for the next chunk or token of a running request; False if it is paused."""
         remaining = state.prefill_target_tokens - state.num_computed_tokens
         tokens = state.num_computed_tokens + (min(remaining, batch.budget) if remaining > 0 else 1)
         while not pool.grow(state, tokens):
-            victim = self._victim(pool, state, later, now)
+            victim = later.victim(key + self.hysteresis_s, waits=False)
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
         return True
 
-    def _admit(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
+    def _admit(
+        self, pool: Pool, batch: Batch, state: RequestState, key: float, later: _Later, now: float
+    ) -> bool:
         may_displace = pool.policy.preemptive and pool.policy.may_admit(state, now)
         while not batch.admit(pool, state, now, _first_tokens(pool, state, batch.budget)):
-            victim = self._victim(pool, state, later, now) if may_displace else None
+            victim = later.victim(key + self.hysteresis_s, waits=True) if may_displace else None
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
@@ -187,14 +212,6 @@ class OneOrder(BatchFormer):
 
         return max(pool.running.values(), key=order)
 
-    def _victim(self, pool: Pool, state: RequestState, later: _Later, now: float) -> RequestState | None:
-        """SELECTVICTIM among the running requests later in the order; None if there is no suitable one."""
-        limit = pool.policy.key(state, now) + self.hysteresis_s
-        victims = [item for item in later.evictable(pool.policy, now) if item[1] > limit]
-        if state.status is Status.WAITING:
-            victims = [item for item in victims if not item[0]]
-        return min(victims, key=lambda item: (item[0], -item[2]))[3] if victims else None
-
 
 def _first_tokens(pool: Pool, state: RequestState, budget: int) -> int:
     """Tokens of a waiting request after its first chunk."""
@@ -203,24 +220,49 @@ def _first_tokens(pool: Pool, state: RequestState, budget: int) -> int:
 
 
 class _Later:
-    """The running requests that a step has not processed yet. `ranked` has (*rank, request), last in the
-    order first; processed ones are popped. `swap_token_s`: see `OneOrder`."""
+    """SELECTVICTIM among the running requests that a step has not processed yet.
 
-    def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
+    Attributes:
+        ranked: These requests, first in the order last; processed ones are popped.
+    """
+
+    def __init__(self, policy: Policy, ranked: list[Ranked], swap_token_s: float, now: float) -> None:
         self.ranked = ranked
+        self._policy = policy
         self._swap_token_s = swap_token_s
-        #: (index in `ranked`, `evictable`) of all but those at -infinity; None: not computed yet.
-        self._evictable: list[tuple[int, tuple[bool, float, float, RequestState]]] | None = None
+        self._now = now
+        #: (at `LAST_RESORT`, swap_token_s n - Phi, index in `ranked`, Phi, request) of those that may be swapped out, in the
+        #: order in which they are; None: not computed yet.
+        self._victims: deque[tuple[bool, float, int, float, RequestState]] | None = None
+        #: Smallest limits for which there was no victim, by `waits`. There is none for a larger one later in the step.
+        self._no_victim = {False: math.inf, True: math.inf}
 
-    def evictable(self, policy: Policy, now: float) -> list[tuple[bool, float, float, RequestState]]:
-        """(at `LAST_RESORT`, Phi, Phi - swap_token_s n, request) of those that may be swapped out; computed once per step."""
-        if self._evictable is None:
-            self._evictable = []
-            for index, item in enumerate(self.ranked):
-                state = item[-1]
-                if state.status is Status.RUNNING and (limit := policy.eviction_key(state, now)) > -math.inf:
-                    key = policy.key(state, now)
-                    cost = key - self._swap_token_s * state.num_computed_tokens
-                    self._evictable.append((index, (limit <= LAST_RESORT, key, cost, state)))
-        num = len(self.ranked)
-        return [item for index, item in self._evictable if index < num and item[3].status is Status.RUNNING]
+    def victim(self, limit: float, *, waits: bool) -> RequestState | None:
+        """The victim for a request that runs or waits, with a Phi above `limit`; None if there is none."""
+        if limit >= self._no_victim[waits]:
+            return None
+        if self._victims is None:
+            self._victims = deque(sorted(self._evictable()))
+        victims, num = self._victims, len(self.ranked)
+        while victims and not (victims[0][2] < num and victims[0][-1].status is Status.RUNNING):
+            victims.popleft()
+        for last_resort, _, index, key, state in victims:
+            if waits and last_resort:
+                break
+            if key > limit and index < num and state.status is Status.RUNNING:
+                return state
+        self._no_victim[waits] = limit
+        return None
+
+    def _evictable(self) -> Iterator[tuple[bool, float, int, float, RequestState]]:
+        for index, (*_, key, state) in enumerate(self.ranked):
+            if state.status is Status.RUNNING:
+                limit = self._policy.eviction_key(state, self._now)
+                if limit > -math.inf:
+                    yield (
+                        limit <= LAST_RESORT,
+                        self._swap_token_s * state.num_computed_tokens - key,
+                        index,
+                        key,
+                        state,
+                    )

@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar, Literal, Protocol
 
 from scheduler_core.request import RequestState
@@ -143,6 +143,10 @@ class Policy(ABC):
     @abstractmethod
     def key(self, state: RequestState, now: float) -> float:
         """Sort key; the smallest is served first."""
+
+    def keys(self, states: Iterable[RequestState], now: float) -> list[float]:
+        """`key` of each; a policy may compute many of them faster, with the same results."""
+        return [self.key(state, now) for state in states]
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         """Sort key of running requests; the largest is evicted first, the latest arrival of several. -inf: never evicted

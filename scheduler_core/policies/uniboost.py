@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -282,6 +282,26 @@ class UniBoost(Policy):
             tokens = prompt + generated
             work_s *= self.quantized(tokens) / tokens
         return state.request.arrival_s - boost_s(work_s, gamma)
+
+    def keys(self, states: Iterable[RequestState], now: float) -> list[float]:
+        # `key`, inlined for one request of a step after the other.
+        if self.signal_by_phase or not self.mem_guard:
+            return Policy.keys(self, states, now)
+        gamma, prefill_token_s, decode_token_s = self._used
+        prompts, quantized = self._prompts, self.quantized
+        first_bin, two_bins = float(self.bin_tokens), 2.0 * self.bin_tokens
+        log, expm1 = math.log, math.expm1
+        keys = []
+        for state in states:
+            request, generated = state.request, state.num_output_tokens
+            prompt = prompts.get(state.request_id)
+            if prompt is None:
+                prompt = request.prompt_tokens - state.cached_tokens
+            tokens = prompt + generated
+            work_s = prompt * prefill_token_s + generated * decode_token_s
+            work_s *= (first_bin if tokens < two_bins else quantized(tokens)) / tokens
+            keys.append(request.arrival_s - -log(-expm1(-gamma * work_s)) / gamma)
+        return keys
 
     def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
         guarded = self.mem_guard and running.request_id not in self._open
