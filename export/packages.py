@@ -20,6 +20,7 @@ from predictors.artifact import Artifact, open_artifact
 from predictors.manifest import TOKENIZER, TensorSpec
 from predictors.tokenizer import MAX_CHARS_PER_TOKEN
 from scheduler_core.errors import InputError
+from scheduler_core.prediction import amount_words, requested_amount
 from scheduler_core.ranges import check_choice
 from scheduler_core.shell.files import atomic_directory, folder_target
 
@@ -108,6 +109,10 @@ def _write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -
             shutil.copyfile(artifact.path / name, version / name)
     shutil.copyfile(artifact.path / TOKENIZER, version / TOKENIZER)
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")
+    for module in (amount_words, requested_amount) if artifact.manifest.amounts else ():
+        target = version.joinpath(*module.__name__.split(".")).with_suffix(".py")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(str(module.__file__), target)
 
 
 def _model_config(artifact: Artifact, config: PackageConfig) -> str:
@@ -125,7 +130,11 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
     lines.append("dynamic_batching { max_queue_delay_microseconds: 1000 }")
     lines.append(f"instance_group {{ count: 1 kind: KIND_{config.device.upper()} }}")
     parameters = {name: getattr(manifest, name) for name in ("max_length", "truncation_side", "pad_token_id")}
-    parameters |= {"threads": 1, "max_chars": MAX_CHARS_PER_TOKEN * manifest.max_length}
+    parameters |= {
+        "amounts": json.dumps(manifest.amounts),
+        "threads": 1,
+        "max_chars": MAX_CHARS_PER_TOKEN * manifest.max_length,
+    }
     for name, value in parameters.items():
         lines.append(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}')
     return "\n".join(lines) + "\n"

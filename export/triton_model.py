@@ -1,11 +1,12 @@
 """Model for Triton's Python backend that predicts from text; copied into a model repository as `model.py`.
 
 Triton's Python needs numpy, onnxruntime and tokenizers, but not tailcast. model.onnx and tokenizer.json are in the
-same folder; the parameters in config.pbtxt are threads, max_length, truncation_side, pad_token_id and max_chars.
+same folder; the parameters in config.pbtxt are threads, max_length, truncation_side, pad_token_id, max_chars and amounts.
 """
 
 import json
 import os
+import sys
 
 import numpy as np
 import onnxruntime as ort
@@ -22,6 +23,12 @@ class TritonPythonModel:
         self.truncation_side = parameters["truncation_side"]
         self.pad_token_id = int(parameters["pad_token_id"])
         self.max_chars = int(parameters["max_chars"])
+        self.with_amount = str
+        if parameters["amounts"] == "true":
+            sys.path.append(folder)  # of tailcast, the package has only the modules that this needs
+            from scheduler_core.prediction.requested_amount import with_amount
+
+            self.with_amount = with_amount
         self.tokenizer = Tokenizer.from_file(os.path.join(folder, "tokenizer.json"))
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -74,6 +81,7 @@ class TritonPythonModel:
     def token_ids(self, texts):
         """Truncated token ids of each text, from at most `max_chars` characters of each end that is kept."""
         limit = self.max_chars
+        texts = [self.with_amount(text) for text in texts]
         if self.truncation_side == "right":
             texts = [text[:limit] for text in texts]
         elif self.truncation_side == "left":

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from benchmarks.shared.processes import free_port, running
 from export.commands.package_artifact import main
 from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime
+from scheduler_core.prediction.requested_amount import with_amount
 from scheduler_core.shell.files import RECORD
 from tests.predictors.fakes import write_rich_artifact
 from tests.predictors.test_artifact import public_key_file
@@ -73,10 +75,12 @@ def tensor(name: str, values: NDArray[Any]) -> SimpleNamespace:
     return SimpleNamespace(name=name, values=values, as_numpy=lambda: values)
 
 
-@pytest.mark.parametrize("side", ["right", "left", "middle"])
-def test_model_predicts_like_the_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+@pytest.mark.parametrize(("side", "amounts"), [("right", False), ("left", True), ("middle", False)])
+def test_model_predicts_like_the_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str, amounts: bool
+) -> None:
     """The Python backend's model under stand-ins for Triton's objects; the real server is below."""
-    folder = write_rich_artifact(tmp_path / "artifact", heads=HEADS, truncation_side=side)
+    folder = write_rich_artifact(tmp_path / "artifact", heads=HEADS, truncation_side=side, amounts=amounts)
     assert main(["triton", str(folder), "--out", str(tmp_path / "models")]) == 0
     utils = SimpleNamespace(
         Tensor=tensor,
@@ -96,6 +100,18 @@ def test_model_predicts_like_the_artifact(tmp_path: Path, monkeypatch: pytest.Mo
     responses = backend.execute(requests)
     assert [len(response["mu"]) for response in responses] == [3, 1]
     check({name: np.concatenate([each[name] for each in responses]) for name in ("mu", "urgency")}, folder)
+
+
+def test_amounts_need_no_tailcast_in_triton(tmp_path: Path) -> None:
+    folder = write_rich_artifact(tmp_path / "artifact", heads=HEADS, amounts=True)
+    assert main(["triton", str(folder), "--out", str(tmp_path / "models")]) == 0
+    version = tmp_path / "models" / "tailcast" / "1"
+    assert 'key: "amounts" value { string_value: "true" }' in (version.parent / "config.pbtxt").read_text()
+    read = "from scheduler_core.prediction.requested_amount import with_amount; print(with_amount('Use 100 words.'))"
+    code = f"import sys; sys.path.append({str(version)!r}); {read}"
+    command = [sys.executable, "-I", "-S", "-c", code]  # without site-packages
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert output == with_amount("Use 100 words.") + "\n" != "Use 100 words.\n"
 
 
 def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
