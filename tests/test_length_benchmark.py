@@ -17,7 +17,7 @@ from benchmarks.lengths.page import write_page
 from benchmarks.lengths.scores import COVERAGE, LEVELS, NUM_LEVELS, pair_accuracy, run
 from benchmarks.lengths.streams import Request, Streams
 from benchmarks.lengths.trained import bucket_quantiles
-from examples.pretrained.prepare import SET_ASIDE, SOURCES
+from examples.pretrained.prepare import CHOICE, SET_ASIDE, SOURCES
 
 PAGE = Path(__file__).parents[1] / "docs/length-benchmark.md"
 FAMILIES = ("sums", "words")
@@ -53,7 +53,7 @@ def write_data(folder, num_prompts=30):
     """The files of DATA, each with applications of two served models."""
     rng = np.random.default_rng(0)
     (folder / "more").mkdir()
-    for name in (*SET_ASIDE, streams.FAMILIES, *(Path(source.file).name for source in SOURCES)):
+    for name in (*CHOICE, *SET_ASIDE, *(Path(source.file).name for source in SOURCES)):
         rows = []
         for family in FAMILIES if name == streams.FAMILIES else ("one",):
             for number in range(num_prompts):
@@ -150,7 +150,7 @@ def test_lexical_features():
 def test_streams(tmp_path, monkeypatch):
     write_data(tmp_path)
     data = Streams(tmp_path)
-    assert len(data.applications) == len(SET_ASIDE) + len(FAMILIES)
+    assert len(data.applications) == len(CHOICE) + len(SET_ASIDE) + len(FAMILIES)
     mixed = data.mixed(0, 7)
     assert len({request.application for request, _ in mixed}) == 7
     assert len({request.prompt for request, _ in mixed}) == len(mixed) == 7 * 30

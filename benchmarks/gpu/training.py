@@ -14,7 +14,7 @@ import pandas as pd
 from safetensors.torch import load_file, save_file
 
 from examples.pretrained.card import scores_table
-from examples.pretrained.prepare import SET_ASIDE, SOURCES
+from examples.pretrained.prepare import CHOICE, SET_ASIDE, SOURCES
 from scheduler_core.shell.files import atomic_file, sha256_file, shared_folder
 
 #: Step -> options of `train` in addition to those of the recipe.
@@ -30,7 +30,7 @@ DATA_FILES = (
     "castillo_train.parquet",
     "castillo_validation.parquet",
     *(f"{source.file}.parquet" for source in SOURCES),
-    *(f"more/{name}.parquet" for name in SET_ASIDE),
+    *(f"more/{name}.parquet" for name in (*CHOICE, *SET_ASIDE)),
 )
 #: Number of prompts in a check, per CASTILLO file and per other source.
 NUM_CASTILLO_PROMPTS, NUM_SOURCE_PROMPTS = 120, 24

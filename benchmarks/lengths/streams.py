@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from examples.pretrained.prepare import SET_ASIDE, SOURCES
+from examples.pretrained.prepare import CHOICE, FAMILIES, SET_ASIDE, SOURCES, family_part
 from scheduler_core.errors import InputError
 
-FAMILIES = "reasoning_gym"
 #: Fewest prompts of an application, and of one that is a stream by itself; longest stream of one application.
 MIN_PROMPTS, MIN_ALONE, MAX_ALONE = 20, 100, 1_500
 #: Applications of the stream "M", and served models of each application of "M32".
@@ -81,7 +80,9 @@ class Streams:
     @cached_property
     def applications(self) -> list[Application]:
         """Those that no shipped predictor was trained on, in the order of their names."""
-        tables = [self._table(name) for name in (*SET_ASIDE, FAMILIES)]
+        tables = [self._table(name) for name in (*CHOICE, *SET_ASIDE)]
+        puzzles = self._table(FAMILIES)
+        tables.append(puzzles[family_part(puzzles.application) != ""])
         return _applications(pd.concat(tables), MIN_PROMPTS)
 
     def mixed(self, seed: int, num_applications: int | None = None, num_models: int = 0) -> Stream:
@@ -103,7 +104,11 @@ class Streams:
 
     def homogeneous(self, seed: int = 0) -> dict[str, Stream]:
         """A stream of each application with enough prompts, also of those that the predictors were trained on."""
-        names = [*SET_ASIDE, *(Path(each.file).name for each in SOURCES if each.file.startswith("more/"))]
+        names = [
+            *CHOICE,
+            *SET_ASIDE,
+            *(Path(each.file).name for each in SOURCES if each.file.startswith("more/")),
+        ]
         tables = pd.concat([*map(self._table, names), self._castillo("castillo_validation")])
         streams = {}
         for application in _applications(tables, MIN_ALONE):

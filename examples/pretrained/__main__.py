@@ -14,6 +14,7 @@ from typing import Literal
 
 import pandas as pd
 
+from examples.pretrained.amounts import amount_rows
 from examples.pretrained.card import card, training_sentences
 from examples.pretrained.distillation import (
     made_up_prompts,
@@ -38,9 +39,9 @@ NUM_SCALE_PROMPTS = 256
 MADE_UP = 6_000
 #: Maximum number of characters of a real prompt for which the teachers predict; longer ones take most of their time.
 TAUGHT_CHARACTERS = 300
-#: Weights of the teachers' predictions in the loss, for CASTILLO's prompts, synthetic ones and those of other sources; true
-#: lengths of CASTILLO have weight 1.
-TEACHER_WEIGHTS = {"castillo": 0.5, "synthetic": 0.5, "others": 0.2}
+#: Weights of the teachers' predictions in the loss, for CASTILLO's prompts, synthetic ones and those of other sources, and of
+#: the lengths of prompts that ask for an amount; true lengths of CASTILLO have weight 1.
+TEACHER_WEIGHTS = {"castillo": 0.5, "synthetic": 0.5, "others": 0.2, "amounts": 0.6}
 #: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
@@ -141,14 +142,24 @@ class _Steps:
             if not file.is_file():
                 write_teacher_rows(file, checkpoint, previous, prompts, temperatures, SEED)
             self.shell.finished("t", "teacher", "", since, str(file))
-        return files
+        file = self.amounts(checkpoint, temperatures)
+        return files | {file: TEACHER_WEIGHTS["amounts"]}
+
+    def amounts(self, checkpoint: Path, temperatures: Mapping[str, float]) -> Path:
+        """Creates the file of composed prompts that ask for an amount if necessary, and returns it."""
+        since = time.monotonic()
+        file = self.out / "data" / f"amounts-{sha256_file(checkpoint / 'model.safetensors')[:8]}.parquet"
+        if not file.is_file():
+            amount_rows(file, checkpoint, self.files, temperatures, SEED)
+        self.shell.finished("t", "amounts", "", since, str(file))
+        return file
 
     def train(self, options: Sequence[str | Path], training: Mapping[Path, float]) -> None:
         self._once("a", "checkpoint", [
             "train", *options,
             "--data", json.dumps([str(file) for file in training]),
             "--data_weights", json.dumps(list(training.values())),
-            "--validation", self.files.calibration,
+            "--validation", json.dumps([str(file) for file in self.files.choice]),
             "--progress", "false",
         ])  # fmt: skip
 

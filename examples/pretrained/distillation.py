@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from scipy import stats
@@ -16,9 +17,11 @@ from examples.pretrained.prepare import COLUMNS, Prepared, prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.prompt_text import PromptForm
 from scheduler_core.shell.files import atomic_file
 from scheduler_core.shell.progress import tracked
 from training.evaluating.split_runtime import SplitRuntime
+from training.fitting.samples import with_conversations
 from training.network.inference import has_bfloat16, predict_prompts
 
 #: Sampling weight of prompts of other sources than CASTILLO, as parts of synthetic prompts.
@@ -39,6 +42,12 @@ def real_prompts(files: Prepared) -> tuple[list[str], list[str]]:
     tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
     prompts = pd.concat(tables).drop_duplicates("prompt")
     return prompts.prompt[prompts.castillo].tolist(), prompts.prompt[~prompts.castillo].tolist()
+
+
+def conversation_texts(files: Sequence[Path], form: PromptForm) -> list[str]:
+    """Texts of this form of the rows with messages, and the prompts of the other rows, without duplicates."""
+    tables = [with_conversations(pq.read_table(file), file, form) for file in files]
+    return list(dict.fromkeys(text for table in tables for text in table["prompt"].to_pylist()))
 
 
 def _is_castillo(file: Path) -> bool:
@@ -142,6 +151,7 @@ def write_teacher_rows(
         "dataset": "teacher",
         "prompt_id": np.repeat([prompt_hash(prompt) for prompt in prompts], size),
         "prompt": np.repeat(np.array(prompts, dtype=object), size),
+        "messages": None,
         "model": names[chosen].ravel(),
     })  # fmt: skip
     table["temperature"] = table.model.map(temperatures).astype(float)

@@ -1,13 +1,15 @@
 """Data preparation for the shipped predictor: files for training, calibration and evaluation from public output lengths.
 
-Uses only permissively licensed data: CASTILLO, ZeroEval, the OASST reports, Tree of Thoughts and 24 smaller sources.
+Uses only permissively licensed data: CASTILLO, ZeroEval, the OASST reports, Tree of Thoughts and 25 smaller sources.
 CASTILLO's validation prompts are split as in examples/castillo: 60 % training, 15 % early stopping and calibration, 25 %
-report. Some of the other sources (`SET_ASIDE`) are not used for training, to evaluate on unseen sources.
+report. Some of the other sources are not used for training: `CHOICE` to choose the best epoch and recipe together with the
+calibration prompts, `SET_ASIDE` to evaluate on unseen sources. Families of reasoning_gym are divided in the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +19,13 @@ import numpy as np
 import pandas as pd
 
 from data_gen.splits import split_of
+from examples.pretrained.conversations import (
+    Conversation,
+    columns,
+    conversation_of,
+    is_bare,
+    with_options,
+)
 from scheduler_core.shell.files import atomic_file
 
 SPLIT_SEED = 0
@@ -26,7 +35,12 @@ SPLIT_FILES = {"train": "castillo_tune", "validation": "calibration", "test": "r
 CASTILLO_LIMIT = 15_000
 #: Maximum number of lengths per prompt and served model (all unknown served models count as one).
 MAX_SAMPLES = 16
-COLUMNS = ("dataset", "prompt_id", "prompt", "model", "temperature", "output_tokens", "finished")
+COLUMNS = (
+    *("dataset", "prompt_id", "prompt", "messages"),
+    *("model", "temperature", "output_tokens", "finished"),
+)
+#: Number of CASTILLO's training prompts that are copied with system prompts and options, and the weight of their rows.
+NUM_COPIES, COPY_WEIGHT = 1_500, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,7 @@ SOURCES = (
     Source("multi_model/zeroeval", 500, 0.3),
     Source("repeated_samples/oasst_sampling_reports"),
     Source("repeated_samples/tot_gpt4", weight=0.3),
+    Source("more/ai_independence_bench", weight=0.3),
     Source("more/aiw", weight=0.3),
     Source("more/atlas", 1_000),
     Source("more/commongen", 200, 0.3),
@@ -55,6 +70,7 @@ SOURCES = (
     Source("more/farel_bench", 150, 0.3),
     Source("more/fasteval", 700, 0.3),
     Source("more/gpteacher", 1_200),
+    Source("more/hallucin_pm", weight=0.3),
     Source("more/ja_vicuna_qa"),
     Source("more/llm_dreams"),
     Source("more/longform_writing", 120),
@@ -62,14 +78,22 @@ SOURCES = (
     Source("more/mt_bench_multilingual"),
     Source("more/planbench", 250, 0.3),
     Source("more/rakuda_ranking"),
+    Source("more/reasoning_gym", 1_200, 0.3),
     Source("more/ruozhiba", 500),
     Source("more/shaberi"),
     Source("more/speechmap", 350),
     Source("more/tau_bench_airline", 250),
 )
-#: Sources that are not used for training: general instructions in four languages, chat questions, interpretation of texts,
-#: process mining, persona chat, reasoning.
-SET_ASIDE = ("m_ifeval", "llmzoo", "d_bench", "hallucin_pm", "ai_independence_bench", "lrm_token_economy")
+#: Sources that help to choose the best epoch: chat questions in two languages.
+CHOICE = ("llmzoo",)
+#: Sources for evaluation only: general instructions in four languages, interpretation of texts, reasoning.
+SET_ASIDE = ("m_ifeval", "d_bench", "lrm_token_economy")
+#: Source whose families of puzzles are divided between training, choice and evaluation.
+FAMILIES = "reasoning_gym"
+#: Of its families in alphabetical order, one in `FAMILY_STEP` belongs to each of these parts; the others are training
+#: data. `FAMILY_PROMPTS` prompts of each family are used there.
+CHOICE_FAMILIES, REPORT_FAMILIES = FAMILY_PARTS = ("reasoning_gym_choice", "reasoning_gym_report")
+FAMILY_STEP, FAMILY_PROMPTS = 6, 12
 
 #: Common name of a served model -> pattern of its names in the sources; all other served models are unknown.
 MODELS = {
@@ -118,12 +142,14 @@ class Prepared:
     Attributes:
         training: Training file -> its weight.
         calibration, report: CASTILLO prompts for early stopping and calibration, and for the report.
+        choice: Files that choose the best epoch; the calibration prompts are the first.
         set_aside: Name -> file of the sources for evaluation only.
     """
 
     training: dict[Path, float]
     calibration: Path
     report: Path
+    choice: tuple[Path, ...]
     set_aside: dict[str, Path]
 
 
@@ -138,8 +164,11 @@ def prepare(data: Path, out: Path) -> Prepared:
     castillo = _castillo(data / "castillo_validation.parquet")
     split = castillo.prompt_id.map(lambda prompt_id: split_of(prompt_id, SPLIT_SEED, FRACTIONS))
     parts = {SPLIT_FILES[name]: castillo[split == name] for name in SPLIT_FILES}
-    set_aside = {name: _source(data / f"more/{name}.parquet", None, fold=False) for name in SET_ASIDE}
-    held_out = [parts["calibration"], parts["report"], *set_aside.values()]
+    more = data / "more"
+    apart = {name: _source(more / f"{name}.parquet", None, fold=False) for name in (*CHOICE, *SET_ASIDE)}
+    puzzles = pd.read_parquet(more / f"{FAMILIES}.parquet")
+    apart |= {name: _families(puzzles, name) for name in FAMILY_PARTS}
+    held_out = [parts["calibration"], parts["report"], *apart.values()]
     words = {_words(text) for part in held_out for text in part.prompt.unique()}
     parts["castillo_train"] = _castillo(data / "castillo_train.parquet")
     weights = {"castillo_tune": 1.0, "castillo_train": 1.0}
@@ -150,14 +179,18 @@ def prepare(data: Path, out: Path) -> Prepared:
     for name in weights:
         shared = parts[name].prompt.map(lambda text: _words(text) in words)
         parts[name] = parts[name][~shared]
-    for name, part in (parts | set_aside).items():
+    castillo = pd.concat([parts["castillo_tune"], parts["castillo_train"]])
+    parts["castillo_copies"] = with_options(castillo, NUM_COPIES, SPLIT_SEED)
+    weights["castillo_copies"] = COPY_WEIGHT
+    for name, part in (parts | apart).items():
         with atomic_file(out / f"{name}.parquet") as temporary:
             part[list(COLUMNS)].to_parquet(temporary, compression="zstd", index=False)
     return Prepared(
         training={out / f"{name}.parquet": weight for name, weight in weights.items()},
         calibration=out / "calibration.parquet",
         report=out / "report.parquet",
-        set_aside={name: out / f"{name}.parquet" for name in SET_ASIDE},
+        choice=tuple(out / f"{name}.parquet" for name in ("calibration", *CHOICE, CHOICE_FAMILIES)),
+        set_aside={name: out / f"{name}.parquet" for name in (*SET_ASIDE, REPORT_FAMILIES)},
     )
 
 
@@ -169,6 +202,7 @@ def _castillo(file: Path) -> pd.DataFrame:
             "dataset": table.dataset,
             "prompt_id": table.prompt.map(prompt_hash),
             "prompt": table.prompt,
+            "messages": None,
             "model": table.model,
             "temperature": table.temperature.astype(float),
             "output_tokens": lengths.map(lambda values: values.astype(np.int64)),
@@ -177,36 +211,62 @@ def _castillo(file: Path) -> pd.DataFrame:
     ).drop_duplicates(["prompt_id", "model"])
 
 
+def _families(table: pd.DataFrame, part: str) -> pd.DataFrame:
+    """A part of the families of puzzles, with `FAMILY_PROMPTS` prompts of each."""
+    table = table[family_part(table.family) == part]
+    ids = table.drop_duplicates("prompt_id").sort_values("prompt_id").groupby("family").head(FAMILY_PROMPTS)
+    return _grouped(table[table.prompt_id.isin(ids.prompt_id)], part, None, fold=False)
+
+
+def family_part(family: pd.Series) -> pd.Series:
+    """Part of `FAMILY_PARTS` to which each row's family belongs, or "" for training data."""
+    number = family.astype("category").cat.codes % FAMILY_STEP
+    return number.map(dict(enumerate(FAMILY_PARTS))).fillna("")
+
+
 def _source(file: Path, num_prompts: int | None, *, fold: bool = True) -> pd.DataFrame:
-    """Reads a source with one output or a list of outputs per row, and groups it by prompt and served model. `fold` maps
+    """Reads a source with one output or a list of outputs per row, and groups it by request and served model. `fold` maps
     served models to their names in `MODELS`, or to unknown."""
     table = pd.read_parquet(file)
-    name = file.stem
+    if file.stem == FAMILIES:
+        table = table[family_part(table.family) == ""]
+    return _grouped(table, file.stem, num_prompts, fold=fold)
+
+
+def _grouped(table: pd.DataFrame, name: str, num_prompts: int | None, *, fold: bool) -> pd.DataFrame:
     if "tokens" in table.columns:  # lists of outputs, sampled with several settings
         table = table.rename(columns={"tokens": "sampled_tokens"})
         table["finished"] = [_finished(row) for row in zip(table.sampled_tokens, table.finished, strict=True)]
         table = table.explode(["sampled_tokens", "finished"], ignore_index=True)
         tokens = table.sampled_tokens
     else:
-        tokens = table.n_tokens
-        if "api_tokens" in table.columns:
+        if "hidden_reasoning" in table.columns:
             table = table[~table.hidden_reasoning.fillna(False).astype(bool)]
             table = table[table.dataset != "speechmap/us_hard"]
+        tokens = table.n_tokens
+        if "api_tokens" in table.columns:
             tokens = table.api_tokens.fillna(table.n_tokens + table.n_tokens_reasoning.fillna(0))
+    table = table[table.prompt.str.strip().ne("")]
+    tokens = tokens[table.index]
+    system = table.system_prompt if "system_prompt" in table.columns else [None] * len(table)
+    texts = zip(table.prompt, table.model, system, strict=True)
+    conversations = [conversation_of(name, prompt, model, prefix) for prompt, model, prefix in texts]
     rows = pd.DataFrame(
         {
-            "prompt": table.prompt,
+            **columns(conversations),
+            "prompt_id": [_conversation_id(messages) for messages in conversations],
+            "source_id": table.prompt.map(prompt_hash),
             "model": table.model.map(served_model) if fold else table.model,
             "tokens": pd.to_numeric(tokens, errors="coerce"),
             "finished": True
             if "finished" not in table.columns
             else table.finished.map(lambda end: end is not False),
-        }
+        },
+        index=table.index,
     )
-    rows = rows[rows.tokens.ge(1) & rows.prompt.str.strip().ne("")]
-    rows["prompt_id"] = rows.prompt.map(prompt_hash)
+    rows = rows[rows.tokens.ge(1)]
     if num_prompts is not None:
-        rows = rows[rows.prompt_id.isin(sorted(rows.prompt_id.unique())[:num_prompts])]
+        rows = rows[rows.source_id.isin(sorted(rows.source_id.unique())[:num_prompts])]
     return pd.DataFrame(_groups(rows, name), columns=list(COLUMNS))
 
 
@@ -220,6 +280,7 @@ def _groups(rows: pd.DataFrame, dataset: str) -> Iterator[tuple[object, ...]]:
             dataset,
             prompt_id,
             part.prompt.iloc[0],
+            part.messages.iloc[0],
             None if pd.isna(model) else model,
             np.nan,
             part.tokens.to_numpy(np.int64),
@@ -241,6 +302,10 @@ def served_model(name: str) -> str | None:
 
 def prompt_hash(prompt: str) -> str:
     return hashlib.sha1(prompt.encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:12]
+
+
+def _conversation_id(messages: Conversation) -> str:
+    return prompt_hash(messages[0].text if is_bare(messages) else json.dumps(messages))
 
 
 def _words(text: str) -> str:

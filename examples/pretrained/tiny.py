@@ -22,8 +22,10 @@ from scipy.optimize import minimize
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from examples.pretrained.amounts import composed_prompts, real_requests
 from examples.pretrained.card import scores_table
 from examples.pretrained.distillation import (
+    conversation_texts,
     made_up_prompts,
     real_prompts,
     teacher_predictions,
@@ -39,6 +41,7 @@ from predictors.pretrained import FOLDERS, TINY, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.tiny import EMBEDDING, OPSET, WEIGHTS, TinyModel, embedding_input
 from predictors.tokenizer import PromptTokenizer
+from scheduler_core.prediction.requested_amount import with_amount
 from scheduler_core.shell.command import command
 from scheduler_core.shell.files import atomic_file, shared_folder
 from scheduler_core.shell.versions import versions_of
@@ -83,6 +86,8 @@ class TinyConfig:
     """Artifact folder of the teacher, or pretrained."""
     made_up: int = 16_000
     """Number of synthetic prompts, composed of pieces of others, that only the teacher labels."""
+    amounts: int = 8_000
+    """Number of composed prompts that ask for an amount of output, also labelled by the teacher."""
     epochs: int = 5
     """Number of passes over all prompts."""
     seed: int = 0
@@ -132,15 +137,21 @@ def tiny(config: TinyConfig) -> None:
     teacher = open_runtime(config.teacher, provider="cpu")
     castillo, others = real_prompts(files)
     made_up = made_up_prompts(castillo, others, config.made_up, config.seed)
-    prompts = [*castillo, *others, *made_up]
+    form = teacher.artifact.manifest.form
+    composed = composed_prompts(real_requests(files), config.amounts, np.random.default_rng(config.seed))
+    amounts = [form.text(prompt.messages) for prompt in composed]
+    known = list(dict.fromkeys([*castillo, *others, *conversation_texts([*files.training], form), *amounts]))
+    prompts = list(dict.fromkeys([*known, *made_up]))
     targets = stored_targets(out / "tiny_targets.npz", teacher, prompts, typical_temperatures(files))
     folder = out / NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    make_tokenizer(castillo + others).save(str(folder / "tokenizer.json"))
-    tokenizer = PromptTokenizer(folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side="middle")
+    make_tokenizer([with_amount(prompt) for prompt in known]).save(str(folder / "tokenizer.json"))
+    tokenizer = PromptTokenizer(
+        folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side="middle", amounts=True
+    )
     names, nu = teacher.artifact.manifest.served_models, teacher.artifact.manifest.nu or 3.5
-    data = Prompts.of(prompts, tokenizer, targets, files.training, names)
+    data = Prompts.of(prompts, tokenizer, targets, files.training, names, form)
     network = train(data, tokenizer.vocabulary_size, config.epochs, config.seed)
     content = network.arrays()
     np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
@@ -150,9 +161,10 @@ def tiny(config: TinyConfig) -> None:
         None,
         {files.calibration: 1.0},
         names,
+        form,
     )
     content = calibrated(content, TinyModel(folder / WEIGHTS), held_out, nu)
-    content |= embedding(TinyModel(folder / WEIGHTS), data.tokens[: len(castillo) + len(others)])
+    content |= embedding(TinyModel(folder / WEIGHTS), data.tokens[: len(known)])
     np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
     write_manifest(folder, manifest_of(network, teacher))
     if config.report:
@@ -214,6 +226,9 @@ def manifest_of(network: TinyNetwork, teacher: ArtifactRuntime) -> Manifest:
         ),
         max_length=MAX_LENGTH,
         truncation_side="middle",
+        conversations=source.conversations,
+        part_tokens=source.part_tokens,
+        amounts=True,
         pad_token_id=0,
         opset=OPSET,
         precision="int8",

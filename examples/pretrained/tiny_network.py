@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from predictors.tiny import LAYERS, TABLES, hashed_pairs, hashed_starts, length_features
 from predictors.tokenizer import PromptTokenizer
+from scheduler_core.prediction.prompt_text import LAST_TEXT, PromptForm
 from scheduler_core.shell.progress import tracked
+from training.fitting.samples import with_conversations
 from training.network.data import SampleLengths
 from training.network.losses import log_t_nll
 
@@ -52,9 +55,11 @@ class Prompts:
         targets: Floats | None,
         files: Mapping[Path, float],
         served_models: Sequence[str],
+        form: PromptForm = LAST_TEXT,
     ) -> Prompts:
-        """Adds the rows of weighted files for `served_models`; `targets` are mu and sigma."""
-        rows = pd.concat([pd.read_parquet(file).assign(weight=weight) for file, weight in files.items()])
+        """Adds the rows of weighted files for `served_models`, whose text is of this form; `targets` are mu and sigma."""
+        tables = {file: with_conversations(pq.read_table(file), file, form).to_pandas() for file in files}
+        rows = pd.concat([table.assign(weight=files[file]) for file, table in tables.items()])
         positions = {prompt: number for number, prompt in reversed([*enumerate(prompts)])}
         rows["prompt"] = rows.prompt.map(positions)
         rows["model"] = rows.model.map({name: number for number, name in enumerate(served_models)})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from examples.pretrained.prepare import served_model
@@ -18,6 +19,7 @@ from predictors.runtime import open_runtime
 from scheduler_core.lengths.distribution import LogT
 from scheduler_core.statistics import kendall_tau
 from training.evaluating.split_runtime import SplitRuntime
+from training.fitting.samples import with_conversations
 
 #: Minimum number of prompts of a served model for a ranking.
 MIN_PROMPTS = 20
@@ -59,6 +61,7 @@ Predict = Callable[[Sequence[str]], Mapping[str, Array]]
 def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1) -> list[SourceScores]:
     """Scores an artifact on each source."""
     runtime = open_runtime(artifact, provider="cpu", threads_per_run=threads)
+    form = runtime.artifact.manifest.form
     names = [*runtime.artifact.manifest.served_models, ""]
     split = SplitRuntime(runtime, threads) if MODEL in runtime.artifact.manifest.files else None
 
@@ -72,7 +75,10 @@ def score_sources(artifact: Path, files: Mapping[str, Path], *, threads: int = 1
             name: np.stack([row[key] for key in ("mu", "sigma", "nu")]) for name, row in parameters.items()
         }
 
-    return [score_source(predict, name, pd.read_parquet(file)) for name, file in files.items()]
+    return [
+        score_source(predict, name, with_conversations(pq.read_table(file), file, form).to_pandas())
+        for name, file in files.items()
+    ]
 
 
 def score_source(predict: Predict, name: str, table: pd.DataFrame) -> SourceScores:

@@ -13,7 +13,16 @@ from scipy import stats
 
 from examples.pretrained import distillation, minilm, tiny, tiny_network
 from examples.pretrained.card import training_sentences
-from examples.pretrained.prepare import SET_ASIDE, SOURCES, Prepared, prepare, served_model
+from examples.pretrained.prepare import (
+    CHOICE,
+    FAMILIES,
+    FAMILY_STEP,
+    SET_ASIDE,
+    SOURCES,
+    Prepared,
+    prepare,
+    served_model,
+)
 from examples.pretrained.unseen import markdown, score_source, score_sources
 from predictors.modules.checkpoint import save_checkpoint
 from predictors.modules.config import Conditioning, PredictorConfig
@@ -47,7 +56,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
             for number in range(NUM_PROMPTS) for model in ("a/b", "c/d")
         ]  # fmt: skip
         pd.DataFrame(rows).to_parquet(data / f"castillo_{split}.parquet")
-    for file in [source.file for source in SOURCES] + [f"more/{name}" for name in SET_ASIDE]:
+    for file in [source.file for source in SOURCES] + [f"more/{name}" for name in (*CHOICE, *SET_ASIDE)]:
         table = _source(Path(file).name)
         size = len(table)
         if file.startswith("repeated_samples"):
@@ -56,6 +65,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
             columns = {"n_tokens_reasoning": [None, 100.0] * (size // 2)}
             columns["hidden_reasoning"] = [number % 10 == 0 for number in range(size)]
             table = table.assign(api_tokens=[None, None, None, 7.0] * (size // 4), **columns)
+        if file.endswith(FAMILIES):
+            table = table.drop(columns=["api_tokens", "n_tokens_reasoning"])
+            # Numbers of the prompts modulo the step, so that each part has families.
+            family = table.prompt.str.extract(r"(\d+)$", expand=False).astype(int) % FAMILY_STEP
+            table = table.assign(family=family.astype(str), system_prompt="Think step by step.")
+            table["prompt_id"] = table.prompt
         table.to_parquet(data / f"{file}.parquet")
     return prepare(data, out)
 
@@ -75,7 +90,8 @@ def test_splits_share_no_prompts(prepared: Prepared) -> None:
 
     training = prompts(list(prepared.training))
     assert len(training) > NUM_PROMPTS * len(SOURCES) // 2
-    for file in (prepared.calibration, prepared.report, *prepared.set_aside.values()):
+    assert prepared.calibration in prepared.choice
+    for file in (*prepared.choice, prepared.report, *prepared.set_aside.values()):
         held_out = prompts([file])
         assert held_out
         assert not held_out & training

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from data_gen.splits import split_of
 from predictors.modules.config import Conditioning, PredictorConfig
@@ -20,6 +21,7 @@ from training.network.batches import Batching, EpochPlans, batch_ends
 from training.network.config import ConditioningOptions, StageConfig, TrainConfig
 from training.network.data import Examples, SplitData, loader, pad, prompt_weights
 from training.network.initial_model import length_statistics, quantile_edges
+from training.network.losses import HeadLoss
 from training.network.module import rate_factor
 from training.network.splits import read_split_labels, read_split_rows
 from training.network.tasks import BucketTask, LengthTask, UrgencyTask
@@ -68,6 +70,22 @@ def test_prompts_go_to_the_split_of_their_id(rows_file):
         assert {split_of(prompt_id, 4) for prompt_id in getattr(splits, name).prompt_ids} == {name}
     assert len(splits.train.prompts) + len(splits.validation.prompts) + splits.num_test_prompts == 30
     assert set(splits.train.prompts).isdisjoint(splits.validation.prompts)
+
+
+def test_validation_files_weigh_the_same_whatever_their_number_of_rows(rows_file, tmp_path):
+    data = write_rows(tmp_path / "data.parquet", num_prompts=60)
+    small = write_rows(tmp_path / "small.parquet", models=("new",), num_prompts=3, seed=2)
+    splits = read_split_rows(config(data=str(data), validation=[str(rows_file), str(small)]))
+    validation = splits.validation
+    is_small = validation.model == validation.models.index("new") + 1
+    assert 0 < is_small.sum() < (~is_small).sum()
+    assert validation.weight[is_small].sum() == pytest.approx(1.0)
+    assert validation.weight[~is_small].sum() == pytest.approx(1.0)
+    values = torch.from_numpy(np.where(is_small, 3.0, 1.0))
+    losses = HeadLoss(values, torch.tensor(validation.weight))
+    total, count = losses.sums(weighted=True).tolist()
+    assert total / count == pytest.approx(2.0)
+    assert losses.sums().tolist() == [float(values.sum()), len(values)]
 
 
 def test_several_files_share_prompts_and_keep_their_weights(rows_file, tmp_path):

@@ -69,6 +69,11 @@ class Rows:
         """The rows at these positions; prompts without rows are dropped, but `models` is unchanged."""
         return Rows(self.table.take(rows))
 
+    def weighted(self, weight: float) -> Rows:
+        """The rows with this weight in the loss."""
+        column = pa.array(np.full(len(self), weight))
+        return Rows(self.table.set_column(self.table.schema.get_field_index("weight"), "weight", column))
+
     def where(self, mask: NDArray[np.bool_]) -> Rows:
         """The rows of the prompts for which the mask is true [P]."""
         return self.take(np.flatnonzero(mask[self.prompt]))

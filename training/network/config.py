@@ -91,7 +91,7 @@ class TrainConfig(Tasks, GroupingOptions):
     data_weights: tuple[float, ...] = ()
     """Weight of the rows of each file in the loss; unset: 1."""
     validation: list[str] | str | None = None
-    """Files whose prompts form the validation split; all of `data` is then used for training. Unset: `data` is split by prompt id."""
+    """Files whose prompts form the validation split; all of `data` is then used for training. The best epoch has the smallest mean over the files. Unset: `data` is split by prompt id."""
     urgency_data: list[str] | str | None = None
     """Parquet, CSV or JSON-lines files with columns text, level (name or number) and optional weight."""
     urgency_validation: list[str] | str | None = None

@@ -129,12 +129,11 @@ class HeadLoss(NamedTuple):
         """
         return (self.values * self.weights).sum() / (self.weights > 0).sum().clamp_min(1)
 
-    def sums(self) -> Tensor:
-        """Unweighted sum over the examples, and their number [2]."""
+    def sums(self, *, weighted: bool = False) -> Tensor:
+        """Sum over the examples, and their number [2]; weighted: the weighted sum, and the sum of the weights."""
         is_example = self.weights > 0
-        return torch.stack(
-            [torch.where(is_example, self.values, 0.0).sum(), is_example.sum().to(self.values)]
-        )
+        weights = torch.where(is_example, self.weights if weighted else 1.0, 0.0).to(self.values)
+        return torch.stack([torch.where(is_example, self.values * weights, 0.0).sum(), weights.sum()])
 
 
 class LossInputs(NamedTuple):

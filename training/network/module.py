@@ -36,8 +36,9 @@ def rate_factor(step: int, num_steps: int, num_warmup_steps: int, schedule: str 
 class StageModule(L.LightningModule):
     """Trains `network` to minimize the weighted sum of its heads' losses.
 
-    Logged metrics: train_HEAD and validation_HEAD, the unweighted mean losses; validation_loss, the sum of the latter;
-    validation_r2_log, validation_accuracy, validation_under_triage; validation_score, which selects the best epoch.
+    Logged metrics: train_HEAD, the unweighted mean losses; validation_HEAD, the same, but for output lengths the mean over
+    the validation files of each file's mean; validation_loss, the sum of the latter; validation_r2_log, validation_accuracy,
+    validation_under_triage; validation_score, which selects the best epoch.
 
     Args:
         network, config: The predictor and the training options.
@@ -134,10 +135,10 @@ class StageModule(L.LightningModule):
         self._sums = {}
 
     def validation_step(self, batch: TrainingBatch, batch_idx: int) -> None:
-        """Accumulates the unweighted losses and the metrics of a batch."""
+        """Accumulates the losses and the metrics of a batch."""
         self.current = batch, self._splits["validation"]
         scores, losses = self._losses(batch, 1.0)
-        sums = {name: loss.sums() for name, loss in losses.items()}
+        sums = {name: loss.sums(weighted=name != "urgency") for name, loss in losses.items()}
         self._check(torch.stack([pair[0] for pair in sums.values()]).sum(), losses)
         if "urgency" in losses:
             sums |= _triage(scores["urgency"], batch)
@@ -159,7 +160,7 @@ class StageModule(L.LightningModule):
         means = {}
         for name in self._config.tasks:
             total, count = self._sums[name].tolist()
-            means[name] = total / max(count, 1.0)
+            means[name] = total / count if count > 0 else 0.0
         self.log_dict({f"{split}_{name}": value for name, value in means.items()}, sync_dist=True)
         return float(sum(means.values()))
 

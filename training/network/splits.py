@@ -41,8 +41,7 @@ def read_split_rows(config: TrainConfig) -> SplitRows:
     weights = config.data_weights or (1.0,) * len(config.files["data"])
     rows, num_excluded = _read_all(list(zip(config.files["data"], weights, strict=True)), config, "data")
     if config.files["validation"]:
-        files = [(path, 1.0) for path in config.files["validation"]]
-        validation, num_excluded_too = _read_all(files, config, "validation")
+        validation, num_excluded_too = _read_validation(config)
         num_excluded += num_excluded_too
         train, held_out, num_test = rows, set(validation.prompts), 0
     else:
@@ -68,6 +67,12 @@ def _read_all(files: Sequence[tuple[str, float]], config: TrainConfig, field: st
     """Rows of all files (path, weight), and the number of rows excluded because they have no usable fit."""
     parts = [_read(path, weight, config, field) for path, weight in files]
     return join([part for part, _ in parts]), sum(count for _, count in parts)
+
+
+def _read_validation(config: TrainConfig) -> tuple[Rows, int]:
+    """As `_read_all`; each file has the same total weight, so that its number of rows does not decide which epoch is best."""
+    parts = [_read(path, 1.0, config, "validation") for path in config.files["validation"]]
+    return join([part.weighted(1 / len(part)) for part, _ in parts]), sum(count for _, count in parts)
 
 
 def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Rows, int]:
