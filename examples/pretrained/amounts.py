@@ -510,11 +510,12 @@ def labels(prompts: Sequence[Composed], mu: Floats, sigma: Floats, base_mu: Floa
     weight = np.array([[prompt.weight] for prompt in prompts])
     tokens = np.array([[np.nan if prompt.tokens is None else prompt.tokens] for prompt in prompts])
     factor = np.array([[prompt.factor if prompt.base else np.nan] for prompt in prompts])
+    base_mu = np.nan_to_num(base_mu)
     implied = np.where(np.isnan(tokens), base_mu + np.log(factor), np.log(tokens))
     for bound, sign in (("most", -1), ("least", 1)):
-        limited = np.array([[prompt.bound == bound] for prompt in prompts])
-        nearer = sign * np.logaddexp(sign * implied, sign * (base_mu + BASE_ROOM))
-        implied = np.where(limited, (implied + nearer) / 2, implied)
+        limited = np.array([prompt.bound == bound for prompt in prompts])
+        nearer = sign * np.logaddexp(sign * implied[limited], sign * (base_mu[limited] + BASE_ROOM))
+        implied[limited] = (implied[limited] + nearer) / 2
     trusted = np.array([[prompt.sigma] for prompt in prompts])
     new_mu = np.where(weight > 0, (1 - weight) * mu + weight * implied, mu)
     return new_mu, np.where(weight > 0, (1 - weight) * sigma + weight * np.minimum(trusted, sigma), sigma)

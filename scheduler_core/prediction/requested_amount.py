@@ -309,7 +309,7 @@ def _is_asked(text: str, start: int) -> bool:
 def _whole(found: Sequence[tuple[str, float]], words: set[str]) -> tuple[str, float]:
     """The amount of the whole output: "3 paragraphs of 100 words each" are 300 words; or else the largest."""
     (first, count), (unit, number) = found[0], found[-1]
-    if first != unit and not EACH.isdisjoint(words):
+    if first != unit and not EACH.isdisjoint(words) and number * count <= _LARGEST:
         return unit, number * count
     return max(found, key=lambda amount: amount[1] * _SIZES[amount[0]])
 

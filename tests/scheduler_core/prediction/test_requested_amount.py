@@ -223,4 +223,4 @@ def test_more_words_never_have_a_lower_tag(low: int, high: int, limit: str) -> N
     low, high = sorted((low, high))
     tags = [int(with_amount(limit.format(number)).split("]")[0].split()[1]) for number in (low, high)]
     assert tags[0] <= tags[1]
-    assert not (high > 1.6 * low) or tags[0] < tags[1]
+    assert not (high > 2 * low) or tags[0] < tags[1]

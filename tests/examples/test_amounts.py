@@ -1,0 +1,112 @@
+"""Composed training prompts that ask for amounts, and their labels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from examples.pretrained import amounts
+from examples.pretrained.amounts import Composed, composed_prompts, implied_tokens, labels, real_requests
+from examples.pretrained.prepare import COLUMNS, Prepared
+from scheduler_core.prediction.prompt_text import conversation_text
+from scheduler_core.prediction.requested_amount import requested_amount
+from tests.examples.test_pretrained import save_teacher
+
+REAL = {"en": ["Why is the sky blue?", "Describe the taste of tea"], "ja": ["空はなぜ青いのですか？"]}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Composed]:
+    return composed_prompts(REAL, 1_500, np.random.default_rng(0))
+
+
+def _text(prompt: Composed) -> str:
+    return conversation_text(prompt.messages)
+
+
+def test_prompts_are_different_and_the_same_for_a_seed(prompts: list[Composed]) -> None:
+    assert len({_text(prompt) for prompt in prompts}) == len(prompts) >= 1_500
+    assert composed_prompts(REAL, 1_500, np.random.default_rng(0)) == prompts
+    assert not any("{" in _text(prompt) + prompt.plain for prompt in prompts)
+
+
+def test_amounts_are_found_in_the_prompts_that_ask_for_them(prompts: list[Composed]) -> None:
+    found = [requested_amount(_text(prompt)) is not None for prompt in prompts if prompt.tokens is not None]
+    others = [requested_amount(_text(prompt)) is not None for prompt in prompts if prompt.weight == 0]
+    assert len(found) > 1_000
+    assert np.mean(found) > 0.98
+    assert len(others) > 50
+    assert np.mean(others) < 0.02
+
+
+def test_the_teacher_reads_the_request_and_its_limit_as_one_message(prompts: list[Composed]) -> None:
+    limited = [prompt for prompt in prompts if prompt.system]
+    assert len(limited) > 100
+    assert all(prompt.text.rstrip(".?!。？！") in prompt.plain for prompt in limited)
+    assert all(prompt.plain == prompt.text for prompt in prompts if not prompt.system)
+
+
+@pytest.mark.parametrize("unit", amounts._NUMBERS)
+def test_more_is_longer_and_saturates(unit: str) -> None:
+    numbers = sorted(set(amounts._NUMBERS[unit]))
+    lengths = [implied_tokens(unit, number, "en", 30.0) for number in numbers]
+    assert all(high > low for low, high in pairwise(lengths))
+    assert max(lengths) < amounts.SATURATION
+    assert lengths[0] < 2 * implied_tokens(unit, numbers[0], "de", 30.0) < 4 * lengths[0]
+
+
+def test_labels_lie_between_the_teacher_and_the_implied_length() -> None:
+    prompts = [
+        Composed(0, "none", "none"),
+        Composed(1, "words", "words", tokens=100.0, weight=0.8, sigma=0.3),
+        Composed(2, "brief", "brief", weight=0.5, sigma=0.3, base="base", factor=0.5),
+        Composed(3, "most", "most", tokens=1_000.0, weight=1.0, sigma=0.3, base="base", bound="most"),
+        Composed(4, "least", "least", tokens=10.0, weight=1.0, sigma=0.3, base="base", bound="least"),
+    ]
+    of_base = np.full((5, 1), np.log(200.0))
+    mu, sigma = labels(prompts, np.full((5, 1), np.log(400.0)), np.full((5, 1), 0.8), of_base)
+    expected = [np.log(400.0), 0.2 * np.log(400.0) + 0.8 * np.log(100.0), (np.log(400.0) + np.log(100.0)) / 2]
+    np.testing.assert_allclose(mu[:3, 0], expected)
+    np.testing.assert_allclose(sigma[:, 0], [0.8, 0.4, 0.55, 0.3, 0.3])
+    assert np.log(200.0) < mu[3, 0] < np.log(1_000.0)
+    assert np.log(10.0) < mu[4, 0] < np.log(200.0)
+
+
+def _prepared(folder: Path, texts: list[str]) -> Prepared:
+    file = folder / "castillo_train.parquet"
+    pd.DataFrame({"prompt": texts}).to_parquet(file)
+    return Prepared({file: 1.0}, file, file, (), {})
+
+
+def test_short_requests_without_amounts_code_or_numbers_are_tasks(tmp_path: Path) -> None:
+    good = "Why is the sky blue in the evening?"
+    texts = [
+        good,
+        "Write a Python function to sort",
+        "List ten animals of the forest",
+        "Hi",
+        "x" * 500,
+        "What is 2 + 2 in words?",
+    ]
+    assert real_requests(_prepared(tmp_path, texts))["en"] == [good]
+
+
+def test_rows_have_the_same_served_models_for_the_prompts_of_a_task(tmp_path: Path) -> None:
+    save_teacher(tmp_path, tuple(f"org/{number}" for number in range(10)))
+    file = tmp_path / "rows.parquet"
+    files = _prepared(tmp_path, ["Why is the sky blue in the evening?"])
+    amounts.amount_rows(file, tmp_path / "teacher", files, {"org/1": 0.6}, seed=0, num_prompts=40)
+    rows = pd.read_parquet(file)
+    assert tuple(rows.columns) == COLUMNS
+    models = rows.groupby("prompt_id", sort=False).model.agg(tuple)
+    assert models.map(len).eq(8).all()
+    assert models.nunique() < len(models) / 2
+    assert rows.temperature.notna().eq(rows.model == "org/1").all()
+    assert rows.output_tokens.map(lambda pair: len(pair) == 2 and pair[0] <= pair[1] and pair[0] >= 1).all()
+    system = [row.messages[0]["content"] for row in rows.itertuples() if row.messages is not None]
+    assert all(requested_amount(text) is not None for text in set(system))
+    assert len(set(system)) > 1
