@@ -67,8 +67,8 @@ def with_amounts(rows: pd.DataFrame) -> pd.DataFrame:
     amounts: dict[str, RequestedAmount | None] = {
         text: requested_amount(text) for text in rows.prompt.unique()
     }
-    found = rows.prompt.map(amounts)
-    rows = rows[found.map(lambda amount: amount is not None and amount.number is not None)].copy()
+    requested = rows.prompt.map(amounts)
+    rows = rows[requested.map(lambda amount: amount is not None and amount.number is not None)].copy()
     rows["unit"] = [amounts[text].unit for text in rows.prompt]  # type: ignore[union-attr]
     rows["log_amount"] = [float(np.log(amounts[text].number)) for text in rows.prompt]  # type: ignore[union-attr, arg-type]
     return rows

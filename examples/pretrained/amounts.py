@@ -10,11 +10,11 @@ implies: `ln length = (1 - w) mu_teacher + w ln implied`. The implied lengths ar
 
 | unit | implied tokens | w | shown by the sets |
 |---|---|---:|---|
-| words | 1.4 per word in English, 1.9 in German, 1.6 in Spanish | 0.85 | 100 words: 190 to 215, 500: 650 to 720, 700: 760 |
-| ideographs | 0.9 per character | 0.85 | 1.0 at 1,000 characters (Chinese) |
-| sentences | 28 per sentence | 0.85 | 20 to 35 |
-| paragraphs | 150 n^.85 | 0.75 | 140 to 200 for one |
-| lines of a poem | 11 per line | 0.8 | 11 to 20 |
+| words | 1.4 per word in English, 1.9 in German, 1.6 in Spanish | 0.85 | CASTILLO: 100 words 190 to 215, 500: 650 to 720, 700: 760; slope .7 and .5 in Alpaca 52k |
+| ideographs | 0.9 per character | 0.85 | 1.0 at 1,000 characters (Chinese); slope .4, as parts of tasks |
+| sentences | 28 per sentence | 0.85 | 19 to 31, slope .6 to 1 |
+| paragraphs | 150 n^.85 | 0.75 | 100 to 200 for one; more are assumed |
+| lines of a poem | 11 per line | 0.8 | 11 to 22, slope 1 |
 | items | tokens of the kind, n^.85 | 0.7 | slope .2 to .6 at 2 to 10 items; larger numbers are assumed |
 | only yes or no, one word, one letter | 3 | 0.9 | no rows |
 | forms (title, haiku, tweet, essay, ...) | `_FORM_TOKENS` | 0.6 | rough medians |
@@ -73,7 +73,7 @@ class Composed(NamedTuple):
         text: Text of the user.
         plain: The same request as one message, for the teacher.
         tokens: Implied output length in tokens; None: `factor` times the teacher's length for `base`.
-        bound: "most" or "least", if the amount is only a limit: an answer that is short by nature stays below it.
+        bound: "most" or "least", if the amount is only a limit: an output that is short by nature stays below it.
         weight: Weight of the implied length, from 0 to 1.
         sigma: Sigma at weight 1.
         base, factor: Request without the words that change its length, and by how much they do.

@@ -113,7 +113,7 @@ minuten stunden tage tagen wochen monate jahre jahren personen euro prozent hora
 """)
 #: Words that end the search for a number before a unit.
 BLOCKS: Final = _words("""
-of the in with to for from on is are was that this these those my your and into following by at per has have many der die das
+of the in with to for from on is are was that this these those my your and into following given by at per has have many der die das
 den dem diese dieser dieses mit von im zu für viele el la los las de del en con por para que y le les du cuántas cuántos
 """)
 #: Words before a number of something in the prompt.

@@ -247,9 +247,9 @@ def _amount(text: str) -> RequestedAmount | None:
     code = not CODE.isdisjoint(words) or "```" in lower
     detail = "" if BRIEF.isdisjoint(words) else "brief"
     detail = detail or ("" if DETAILED.isdisjoint(words) else "detailed")
-    found = _counted(lower, words, code)
-    if found:
-        unit, number = _whole(found, words)
+    amounts = _counted(lower, words, code)
+    if amounts:
+        unit, number = _whole(amounts, words)
         return RequestedAmount(unit, number, detail)
     if code:
         return None
@@ -264,24 +264,24 @@ def _amount(text: str) -> RequestedAmount | None:
 def _counted(text: str, words: set[str], code: bool) -> list[tuple[str, float]]:
     """Units and numbers that are asked for, in the order of the text."""
     has_digits = _DIGIT.search(text) is not None
-    found: dict[int, tuple[str, float]] = {}
+    amounts: dict[int, tuple[str, float]] = {}
     if has_digits or not words.isdisjoint(_NUMBER_WORDS) or "hundert" in text or "tausend" in text:
         for word in words & _UNIT_WORDS:
             for start, end in _places(text, word):
                 before = _TOKEN.findall(text[max(0, start - _WINDOW) : start])
                 number = _number_before(before, UNITS[word], text[end : end + 16], code)
                 if number is not None:
-                    found[start] = "items" if UNITS[word] == "steps" else UNITS[word], number
+                    amounts[start] = "items" if UNITS[word] == "steps" else UNITS[word], number
         has_counts = not words.isdisjoint(_COUNTS)
         if not code and (has_digits or has_counts):
-            starts = [place for word in words & LIST_VERBS for place in _places(text, word)]
-            for start, end in [place for place in starts if _is_asked(text, place[0])] or [(0, 0)]:
+            starts = [span for word in words & LIST_VERBS for span in _places(text, word)]
+            for start, end in [span for span in starts if _is_imperative(text, span[0])] or [(0, 0)]:
                 after = text[end : end + _WINDOW]
                 if (has_counts or _DIGIT.search(after)) and (end or len(text) <= _WINDOW):
                     number = _number_after(_TOKEN.findall(after), at_start=end == 0)
                     if number is not None:
-                        found.setdefault(start, ("items", number))
-    return [found[start] for start in sorted(found)]
+                        amounts.setdefault(start, ("items", number))
+    return [amounts[start] for start in sorted(amounts)]
 
 
 def _places(text: str, word: str) -> Iterator[tuple[int, int]]:
@@ -296,22 +296,22 @@ def _places(text: str, word: str) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def _is_asked(text: str, start: int) -> bool:
+def _is_imperative(text: str, start: int) -> bool:
     """Whether a verb at `start` tells the model what to do: "please list", not "she has to make"."""
     before = text[max(0, start - 24) : start].rstrip()
     if not before[-1:].isalpha():
         return True
     last = before.split()[-2:]
-    asked = last[-1] in ASKERS or (last[-1] == "to" and last[0] in ASKERS)
-    return asked or " ".join(last) in ("as a", "als eine", "como una")
+    imperative = last[-1] in ASKERS or (last[-1] == "to" and last[0] in ASKERS)
+    return imperative or " ".join(last) in ("as a", "als eine", "como una")
 
 
-def _whole(found: Sequence[tuple[str, float]], words: set[str]) -> tuple[str, float]:
+def _whole(amounts: Sequence[tuple[str, float]], words: set[str]) -> tuple[str, float]:
     """The amount of the whole output: "3 paragraphs of 100 words each" are 300 words; or else the largest."""
-    (first, count), (unit, number) = found[0], found[-1]
+    (first, count), (unit, number) = amounts[0], amounts[-1]
     if first != unit and not EACH.isdisjoint(words) and number * count <= _LARGEST:
         return unit, number * count
-    return max(found, key=lambda amount: amount[1] * _SIZES[amount[0]])
+    return max(amounts, key=lambda amount: amount[1] * _SIZES[amount[0]])
 
 
 def _number_before(tokens: list[str], unit: str, after: str, code: bool) -> float | None:
@@ -335,26 +335,34 @@ def _number_before(tokens: list[str], unit: str, after: str, code: bool) -> floa
     start, number = _number_ending(tokens, end)
     if start and end - start == 1 and tokens[start - 1] in ARTICLES:  # a single page
         start -= 1
+    largest = _MOST_ITEMS if unit == "items" else _LARGEST
+    is_article = end - start == 1 and tokens[start] in ARTICLES
+    if not 0 < number <= largest or not _is_request(tokens, start, number, unit, is_article, code):
+        return None
+    if unit == "minutes" and not after.strip(" -").startswith(_SPEECHES):
+        return None
+    if unit == "pages" and not (BOOKS.isdisjoint(tokens[-6:]) and BOOKS.isdisjoint(after.split())):
+        return None
+    return number
+
+
+def _is_request(
+    tokens: Sequence[str], start: int, number: float, unit: str, is_article: bool, code: bool
+) -> bool:
+    """Whether the words before a number, which begins at `start`, ask for it."""
     before = tokens[start - 1] if start else ""
     limited = before in LIMITS or (before in _OF and start > 1 and tokens[start - 2] in LIMITS)
-    asked = limited or before in BEFORE_ARTICLE or (unit == "pages" and before in _OF)
-    if tokens[start] in ARTICLES and end - start == 1:
-        given = not asked or unit not in ("sentences", "paragraphs", "pages", "lines")
-    else:
-        given = before in GIVEN or (number == 1 and unit in ("lines", "pages") and start > 0 and not asked)
-    if unit in _IN_CODE or not code:
-        given = given or (code and number < _IN_CODE[unit] / (5 if limited else 1))
-    else:
-        given = True
+    requested = limited or before in BEFORE_ARTICLE or (unit == "pages" and before in _OF)
+    if is_article:
+        if code or not requested or unit not in ("sentences", "paragraphs", "pages", "lines"):
+            return False
+    elif before in GIVEN or (number == 1 and unit in ("lines", "pages") and start > 0 and not requested):
+        return False
+    if code and number < _IN_CODE.get(unit, _LARGEST) / (2.5 if limited else 1):
+        return False
     if unit == "characters":
-        given = given or (number < 20 and not limited)
-    elif unit == "steps":
-        given = given or not limited
-    elif unit == "minutes":
-        given = given or not after.strip(" -").startswith(_SPEECHES)
-    elif unit == "pages":
-        given = given or not (BOOKS.isdisjoint(tokens[-6:]) and BOOKS.isdisjoint(after.split()))
-    return number if not given and 0 < number <= (_MOST_ITEMS if unit == "items" else _LARGEST) else None
+        return limited or number >= 20
+    return limited or unit != "steps"
 
 
 def _number_ending(tokens: Sequence[str], end: int) -> tuple[int, float]:
@@ -464,7 +472,7 @@ def _cjk_amount(text: str) -> RequestedAmount | None:
     """The amount that a Japanese or Chinese text asks for."""
     code = any(word in text for word in _CJK_CODE) or "```" in text
     detail = next((name for word, name in _CJK_DETAILS.items() if word in text), "")
-    found: list[tuple[str, float]] = []
+    amounts: list[tuple[str, float]] = []
     for match in _CJK_AMOUNT.finditer(text):
         unit, number = _CJK_UNITS[match[3]], _cjk_number(match[1])
         if match[2]:
@@ -472,15 +480,15 @@ def _cjk_amount(text: str) -> RequestedAmount | None:
         if number <= (1 if unit in ("items", "ideographs") else 0) or number > _LARGEST:
             continue
         after, before = text[match.end() : match.end() + 40], text[max(0, match.start() - 12) : match.start()]
-        asked = (
+        requested = (
             unit in ("ideographs", "tokens", "minutes")
             or _CJK_ASKS.search(after)
             or _CJK_ASKS_BEFORE.search(before)
         )
-        if asked and not code:
-            found.append((unit, number))
-    if found:
-        unit, number = max(found, key=lambda amount: amount[1] * _SIZES[amount[0]])
+        if requested and not code:
+            amounts.append((unit, number))
+    if amounts:
+        unit, number = max(amounts, key=lambda amount: amount[1] * _SIZES[amount[0]])
         return RequestedAmount(unit, number, detail)
     if code:
         return None

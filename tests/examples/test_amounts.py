@@ -35,10 +35,10 @@ def test_prompts_are_different_and_the_same_for_a_seed(prompts: list[Composed]) 
 
 
 def test_amounts_are_found_in_the_prompts_that_ask_for_them(prompts: list[Composed]) -> None:
-    found = [requested_amount(_text(prompt)) is not None for prompt in prompts if prompt.tokens is not None]
+    tagged = [requested_amount(_text(prompt)) is not None for prompt in prompts if prompt.tokens is not None]
     others = [requested_amount(_text(prompt)) is not None for prompt in prompts if prompt.weight == 0]
-    assert len(found) > 1_000
-    assert np.mean(found) > 0.98
+    assert len(tagged) > 1_000
+    assert np.mean(tagged) > 0.98
     assert len(others) > 50
     assert np.mean(others) < 0.02
 
