@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from scheduler_core.errors import InputError, MissingExtraError, suggestion
-from scheduler_core.prediction.api_request import read_request
+from scheduler_core.prediction.api_request import ApiRequest, read_request
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
@@ -95,12 +95,14 @@ class LengthPredictor:
     ) -> OutputLength:
         """The output length of a prompt, corrected by the lengths that were observed; arguments and errors as in
         `tailcast.predict`. What is observed for one `tenant` does not change the predictions of others."""
-        if isinstance(prompt, Mapping):
-            body = read_request(prompt)
-            max_tokens = body.max_tokens if max_tokens is None else max_tokens
-            model, temperature = model or body.model, body.temperature if temperature is None else temperature
-        [prediction] = self.predictions([self.text(prompt)], [model], [temperature], tenant)
-        return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+        body = read_request(prompt) if isinstance(prompt, Mapping) else ApiRequest()
+        limit = next((each for each in (max_tokens, body.max_tokens) if each is not None), DEFAULT_MAX_TOKENS)
+        temperature = body.temperature if temperature is None else temperature
+        [length] = self.predictions([self.text(prompt)], [model or body.model], [temperature], tenant)
+        one = replace(body, num_outputs=1).prediction(Prediction(length=length), limit)
+        assert one is not None
+        assert one.length is not None
+        return OutputLength(one.length, limit)
 
     def observe(
         self,

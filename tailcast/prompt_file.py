@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 SCHEMA = "predictions/1"
 #: Columns with a nested API request, as in Batch APIs and in logs.
 _NESTED = ("body", "request", "params")
-#: Columns that may hold messages or sampling parameters as JSON text.
-_JSON = ("messages", "input", "system", "instructions", "options", "parameters", "sampling_params", "tools")
+#: Columns that may hold messages, options or sampling parameters as JSON text.
+_JSON = (
+    *("messages", "input", "system", "instructions", "options", "parameters", "sampling_params", "tools"),
+    *("response_format", "reasoning", "thinking", "chat_template_kwargs", "stop", "tool_choice"),
+)
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
 _NAMES = ("request_id", "custom_id")
 _BATCH_ROWS = 256

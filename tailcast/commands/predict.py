@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.shell.command import command
+
+if TYPE_CHECKING:
+    from tailcast.length_predictor import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class PredictConfig:
     OUTPUTS = ("out",)
 
     prompt: str | None = None
-    """Prompt text; set either this or data."""
+    """Prompt text, or the JSON body of an API request: messages, tools, response_format, ...; set either this or data."""
     predictor: str = "pretrained"
     """pretrained or tiny (shipped), an artifact folder, or grpc://HOST:PORT of serve-predictor."""
     model: str | None = None
@@ -74,12 +77,24 @@ def _predict(config: PredictConfig) -> int:
             )
         assert config.prompt is not None
         length = predictor.predict(
-            config.prompt, max_tokens=config.max_tokens, model=config.model, temperature=config.temperature
+            _prompt(config.prompt),
+            max_tokens=config.max_tokens,
+            model=config.model,
+            temperature=config.temperature,
         )
         text = f"{length}\n"
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     return 0
+
+
+def _prompt(text: str) -> Prompt:
+    """The text, or the body that it is the JSON of."""
+    from scheduler_core.prediction.api_request import read_request
+    from scheduler_core.shell.json_text import from_json
+
+    body = from_json(text)
+    return body if isinstance(body, dict) and read_request(body).has_prompt else text
 
 
 main = command("tailcast predict", PredictConfig, _predict, positionals=("prompt",), extra="predict")
