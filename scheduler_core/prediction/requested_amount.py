@@ -358,7 +358,7 @@ def _is_request(
             return False
     elif before in GIVEN or (number == 1 and unit in ("lines", "pages") and start > 0 and not requested):
         return False
-    if code and number < _IN_CODE.get(unit, _LARGEST) / (2.5 if limited else 1):
+    if code and number < _IN_CODE.get(unit, _LARGEST) / (3 if limited else 1):
         return False
     if unit == "characters":
         return limited or number >= 20
