@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks.lengths.compliance import slope, with_amounts
 from examples.pretrained import amounts
 from examples.pretrained.amounts import Composed, composed_prompts, implied_tokens, labels, real_requests
 from examples.pretrained.prepare import COLUMNS, Prepared
@@ -110,3 +111,18 @@ def test_rows_have_the_same_served_models_for_the_prompts_of_a_task(tmp_path: Pa
     system = [row.messages[0]["content"] for row in rows.itertuples() if row.messages is not None]
     assert all(requested_amount(text) is not None for text in set(system))
     assert len(set(system)) > 1
+
+
+def test_compliance_is_the_slope_within_a_served_model() -> None:
+    numbers = np.array([50, 100, 200, 400])
+    rows = pd.DataFrame({
+        "prompt": [f"Write {number} words" for number in numbers] * 2 + ["Why?"] * 2,
+        "model": np.repeat(["short", "long"], [4, 6]),
+        "log_tokens": [*(0.5 * np.log(numbers)), *(0.5 * np.log(numbers) + 2), 3.0, 4.0],
+    })  # fmt: skip
+    requests = with_amounts(rows)
+    assert requests.unit.eq("words").all()
+    assert len(requests) == 8
+    value, error = slope(requests)
+    assert value == pytest.approx(0.5)
+    assert error < 1e-6
