@@ -477,6 +477,8 @@ def amount_rows(
         mu, sigma, base_mu = np.full((3, *chosen.shape), np.nan)
         for field, outputs in (("plain", (mu, sigma)), ("base", (base_mu,))):
             texts = {row: text for row, prompt in enumerate(prompts) if (text := getattr(prompt, field))}
+            if not texts:
+                continue
             numbers = np.array(list(texts))
             models = chosen[numbers].ravel()
             predicted = predict_prompts(
