@@ -170,8 +170,8 @@ class ConversationParts(NamedTuple):
     def with_random_parts(self, rng: np.random.Generator, dropped: float = 0.5) -> tuple[Message, ...]:
         """The conversation, from which options, system prompts and earlier turns are each dropped with this probability, so
         that a predictor learns to do without them."""
-        kept = [part for part in self[:-1] if rng.random() >= dropped]
-        return tuple(message for part in (*kept, self.last) for message in part)
+        chosen = [part for part in self[:-1] if rng.random() >= dropped]
+        return tuple(message for part in (*chosen, self.last) for message in part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

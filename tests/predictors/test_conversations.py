@@ -101,14 +101,14 @@ def _texts_of_full_parts(words: str) -> list[str]:
 
 def test_unused_tokens_are_for_the_last_message() -> None:
     long = "word " * 400
-    alone = PARTS.text([Message("system", "Be brief."), Message("user", long)])
-    beside = PARTS.text(
+    short = PARTS.text([Message("system", "Be brief."), Message("user", long)])
+    full = PARTS.text(
         [Message("system", long), Message("user", "a"), Message("assistant", long), Message("user", long)]
     )
-    last = [text.rpartition("user: ")[2].count("word") for text in (alone, beside)]
+    last = [text.rpartition("user: ")[2].count("word") for text in (short, full)]
     assert last[0] > 1.5 * last[1] > 90
-    assert alone.startswith("system: Be brief.\n\nuser: word word")
-    assert alone.count(" … ") == 1
+    assert short.startswith("system: Be brief.\n\nuser: word word")
+    assert short.count(" … ") == 1
 
 
 def test_parts_are_options_system_turns_and_the_last_text_with_what_follows() -> None:
