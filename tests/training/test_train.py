@@ -567,6 +567,8 @@ def test_rows_without_messages_are_lone_user_messages_and_fits_have_none():
         "c",
     ]
     plain = pa.table({"prompt": ["b"]})
+    large = table.set_column(0, "prompt", table.column("prompt").cast(pa.large_string()))  # as pandas writes it
+    assert with_conversations(large, Path("t"), WHOLE).schema.field("prompt").type == pa.large_string()
     assert with_conversations(plain, Path("t"), WHOLE) is plain
     fits = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
     with pytest.raises(InputError, match="fits do not store conversations"):

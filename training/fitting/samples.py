@@ -381,4 +381,5 @@ def with_conversations(table: pa.Table, path: Path, form: PromptForm) -> pa.Tabl
         )
     ]
     index = table.column_names.index("prompt")
-    return table.set_column(index, table.schema.field("prompt"), pa.array(texts, pa.string()))
+    field = table.schema.field("prompt")
+    return table.set_column(index, field, pa.array(texts, field.type))
