@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.pretrained.prepare import SET_ASIDE, SOURCES
+from examples.pretrained.prepare import CHOICE, FAMILIES, FAMILY_STEP, SET_ASIDE, SOURCES
 from examples.pretrained.unseen import SourceScores, markdown
 from predictors.runtime import open_runtime
 
@@ -33,13 +33,15 @@ _BUILT = {
 _CONTINUED = " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2."
 _DISTILLED = (
     " In addition to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of "
-    "training prompts (distillation): {teachers}."
+    "training prompts (distillation): {teachers}. 8,000 composed prompts ask for an amount of output (words, items, sentences, pages, "
+    "yes or no, in brief, ...) in English, German, Spanish, Japanese and Chinese; their lengths are predictions of tailcast-smollm2 moved "
+    "towards the length that the amount implies (`examples.pretrained.amounts`)."
 )
 _TEACHER = "those of [tailcast-smollm2](../../examples/pretrained/smollm2/README.md)"
 _ESSAY = "Write an essay of 2,000 words on the history of the steam engine."
 _INTRO = """# {name}
 
-Predicts the number of output tokens for a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if known, the name of the served model. {built}. For ONNX Runtime; prompts up to {max_length} tokens, the middle of longer ones is dropped.
+Predicts the number of output tokens for a request, as a log-t distribution (nu = 3.5), from {inputs} and, if known, the name of the served model. {built}. For ONNX Runtime; prompts up to {max_length} tokens, the middle of longer ones is dropped.
 
 {origin} Licence: Apache-2.0.
 
@@ -48,17 +50,18 @@ Predicts the number of output tokens for a prompt, as a log-t distribution (nu =
 | data | licence | use |
 |---|---|---|
 | CASTILLO, train part, and 60 % of the prompts of its validation part | CC BY 4.0, Daniel F. Perez-Ramirez et al. | train |
-| CASTILLO, 15 % and 25 % of the validation prompts | CC BY 4.0 | early stopping and calibration; report |
+| CASTILLO, 15 % and 25 % of the validation prompts | CC BY 4.0 | choice of the best epoch and calibration; report |
 | ZeroEval, OASST sampling reports | Apache-2.0 | train |
 | Tree of Thoughts | MIT | train |
 | {sources} | MIT, Apache-2.0 or CC0-1.0 | train |
-| {set_aside} | MIT or Apache-2.0 | held out, evaluation only |
+| {choice}, and one in {step} families of {families} | Apache-2.0 | choice of the best epoch |
+| {set_aside}, and one in {step} families of {families} | MIT or Apache-2.0 | held out, evaluation only |
 
 The data have lengths only, no output texts. The predictor distinguishes {named} served models by name. For any other served model the prediction is the mean over these {named}, and sigma includes the differences between them. Encoder: {encoder} (Apache-2.0).{training_text}
 
 ## Strengths and limitations
 
-Predictions are accurate for prompts like those of CASTILLO (first table). For unseen sources and served models it predicts the order of lengths only partially: compare "tau, unknown" with "other model's length", the correlation with the length of another model's output for the same prompt. The length often depends on a system prompt, an earlier conversation or a reasoning budget, which are not inputs; online calibration (docs/online-calibration.md) learns order, location and scale from the actual traffic. A requested length has little effect: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens. Limits: lengths of reasoning models include thinking tokens; languages other than English are mostly Japanese, Chinese, French and Spanish; no images, no tools.
+Predictions are accurate for prompts like those of CASTILLO (first table). For unseen sources and served models it predicts the order of lengths only partially: compare "tau, unknown" with "other model's length", the correlation with the length of another model's output for the same prompt. Online calibration (docs/online-calibration.md) learns order, location and scale from the actual traffic. {hears}: for an essay of 2,000 words by Llama 3.1 8B the predicted median is {essay:,.0f} tokens (`python -m benchmarks.metamorphic`). Limits: lengths of reasoning models include thinking tokens; languages other than English are mostly Japanese, Chinese, French and Spanish; no images; few training data have tools.
 
 ## In distribution
 
@@ -97,6 +100,15 @@ def card(
         training_text=training_text,
         essay=math.exp(essay.mu[0]),
         max_length=manifest["max_length"],
+        inputs="the conversation, its options and the amount of output that it asks for"
+        if manifest["conversations"]
+        else "the last message of the user",
+        hears="The amount that is asked for is an input"
+        if manifest.get("amounts")
+        else "A requested length has little effect",
+        choice=", ".join(CHOICE),
+        families=FAMILIES,
+        step=FAMILY_STEP,
         sources=", ".join(Path(source.file).name for source in SOURCES if source.file.startswith("more/")),
         set_aside=", ".join(SET_ASIDE),
         named=len(manifest["served_models"]),
