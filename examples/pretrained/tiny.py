@@ -39,7 +39,7 @@ from predictors.artifact import write_manifest
 from predictors.manifest import Conditions, EncoderCard, Manifest
 from predictors.pretrained import FOLDERS, TINY, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
-from predictors.tiny import EMBEDDING, OPSET, WEIGHTS, TinyModel, embedding_input
+from predictors.tiny import EMBEDDING, OPSET, PATTERN, WEIGHTS, TinyModel, embedding_input
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.prediction.requested_amount import with_amount
 from scheduler_core.shell.command import command
@@ -48,8 +48,6 @@ from scheduler_core.shell.versions import versions_of
 from training.network.losses import log_t_nll
 
 NAME = "tailcast-tiny"
-#: Tokens: words without digits, numbers, line breaks, and every other sign or CJK character by itself.
-PATTERN = r"[^\W\d぀-ヿ一-鿿가-힣]+|\d+|\n+|[^\w\s]|\w"
 MAX_LENGTH = 1024
 EMBEDDING_WIDTH = 64
 CARD = """# tailcast-tiny

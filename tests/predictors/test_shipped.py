@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -33,7 +34,8 @@ from predictors.runtime import open_runtime
 from predictors.service.config import ServeConfig
 from predictors.service.in_process import InProcessPredictor
 from predictors.service.process import open_server
-from predictors.tiny import WEIGHTS, TinyModel, TinyPredictor
+from predictors.tiny import WEIGHTS, AsciiTokenizer, TinyModel, TinyPredictor, length_features
+from predictors.tokenizer import PromptTokenizer
 from scheduler_core.adapters.settings import read_settings
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictor import PredictionRequest, open_predictor
@@ -204,6 +206,30 @@ def test_tokens_beside_the_middle_of_a_long_prompt_do_not_count() -> None:
     assert TinyPredictor().length(begin + "one" + end) == TinyPredictor().length(begin + "two" + end)
 
 
+@functools.cache
+def tiny_tokenizers(amounts: bool) -> tuple[AsciiTokenizer, PromptTokenizer]:
+    path = FOLDERS[TINY] / "tokenizer.json"
+    exact = PromptTokenizer(path, max_length=40, truncation_side="middle", amounts=amounts)
+    return AsciiTokenizer(path, max_length=40, amounts=amounts), exact
+
+
+@given(st.text(st.characters(max_codepoint=127), max_size=300) | st.text(max_size=60), st.booleans())
+def test_ascii_texts_have_the_tokens_of_the_tokenizer(text: str, amounts: bool) -> None:
+    tokens, tokenizer = tiny_tokenizers(amounts)
+    ids, [exact] = tokens(text), tokenizer([text])
+    assert (ids is None) == (not text.isascii() or exact.truncated)
+    if ids is not None:
+        assert ids.tolist() == exact.ids.tolist()
+
+
+def test_length_features_of_one_number_are_those_of_an_array() -> None:
+    numbers = np.array([0, 1, 50, 400, 5_000])
+    model = TinyModel(FOLDERS[TINY] / WEIGHTS)
+    expected = np.stack(length_features(numbers), axis=1)
+    ends = [model._features(np.zeros(number, dtype=np.int64))[-3:] for number in numbers]
+    np.testing.assert_allclose(ends, expected, rtol=1e-6)
+
+
 def test_similar_prompts_have_similar_embeddings() -> None:
     predictor = TinyPredictor()
     texts = [
@@ -277,7 +303,11 @@ def test_manifests_fit(artifact_folder: Path, rich_folder: Path) -> None:
     for folder in (artifact_folder, rich_folder):
         assert errors(read_manifest(folder)) == []
         assert read_manifest(folder).keys() == set(SCHEMA["required"])
-    assert set(SCHEMA["required"]) == SCHEMA["properties"].keys() - {"quantile_levels", "part_tokens", "amounts"}
+    assert set(SCHEMA["required"]) == SCHEMA["properties"].keys() - {
+        "quantile_levels",
+        "part_tokens",
+        "amounts",
+    }
 
 
 def test_checked_in_code_is_what_the_proto_generates(tmp_path: Path) -> None:
