@@ -177,7 +177,7 @@ def prepare(data: Path, out: Path) -> Prepared:
         parts[name] = _source(data / f"{source.file}.parquet", source.num_prompts)
         weights[name] = source.weight
     for name in weights:
-        shared = parts[name].prompt.map(lambda text: _words(text) in words)
+        shared = parts[name].prompt.map({text: _words(text) in words for text in parts[name].prompt.unique()})
         parts[name] = parts[name][~shared]
     castillo = pd.concat([parts["castillo_tune"], parts["castillo_train"]])
     parts["castillo_copies"] = with_options(castillo, NUM_COPIES, SPLIT_SEED)
@@ -246,8 +246,12 @@ def _grouped(table: pd.DataFrame, name: str, num_prompts: int | None, *, fold: b
         tokens = table.n_tokens
         if "api_tokens" in table.columns:
             tokens = table.api_tokens.fillna(table.n_tokens + table.n_tokens_reasoning.fillna(0))
-    table = table[table.prompt.str.strip().ne("")]
-    tokens = tokens[table.index]
+    table = table.assign(tokens=pd.to_numeric(tokens, errors="coerce"))
+    table = table[table.tokens.ge(1) & table.prompt.str.strip().ne("")]
+    if num_prompts is not None:
+        ids = {prompt: prompt_hash(prompt) for prompt in table.prompt.unique()}
+        chosen = set(sorted(ids.values())[:num_prompts])
+        table = table[table.prompt.map(ids).isin(chosen)]
     system = table.system_prompt if "system_prompt" in table.columns else [None] * len(table)
     texts = zip(table.prompt, table.model, system, strict=True)
     conversations = [conversation_of(name, prompt, model, prefix) for prompt, model, prefix in texts]
@@ -255,18 +259,14 @@ def _grouped(table: pd.DataFrame, name: str, num_prompts: int | None, *, fold: b
         {
             **columns(conversations),
             "prompt_id": [_conversation_id(messages) for messages in conversations],
-            "source_id": table.prompt.map(prompt_hash),
             "model": table.model.map(served_model) if fold else table.model,
-            "tokens": pd.to_numeric(tokens, errors="coerce"),
+            "tokens": table.tokens,
             "finished": True
             if "finished" not in table.columns
             else table.finished.map(lambda end: end is not False),
         },
         index=table.index,
     )
-    rows = rows[rows.tokens.ge(1)]
-    if num_prompts is not None:
-        rows = rows[rows.source_id.isin(sorted(rows.source_id.unique())[:num_prompts])]
     return pd.DataFrame(_groups(rows, name), columns=list(COLUMNS))
 
 
