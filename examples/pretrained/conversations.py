@@ -8,14 +8,14 @@ were left out of all sets.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from scheduler_core.prediction.prompt_text import OPTIONS, SYSTEM, TOOL, USER, Message, user_text
-from scheduler_core.prediction.request_options import options_text
+from scheduler_core.prediction.api_request import read_request
+from scheduler_core.prediction.prompt_text import SYSTEM, TOOL, USER, Message, user_text
 
 Conversation = tuple[Message, ...]
 #: Stands for an answer of the model in the sets' prompts.
@@ -83,8 +83,13 @@ def conversation_of(dataset: str, prompt: str, model: str, system_prompt: str | 
     options = thinking(model)
     if tools:
         options["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
-    messages.insert(0, (OPTIONS, options_text((options.get,))))
-    return tuple(Message(role, text) for role, text in messages if text)
+    return _conversation(messages, options)
+
+
+def _conversation(messages: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> Conversation:
+    """The messages that have a text, after the options in OpenAI's names."""
+    body = {"messages": [{"role": role, "content": text} for role, text in messages if text]}
+    return read_request(body | options).conversation
 
 
 def is_bare(messages: Conversation) -> bool:
@@ -129,16 +134,15 @@ def with_options(rows: pd.DataFrame, number: int, seed: int) -> pd.DataFrame:
     for prompt_id, group in rows[rows.prompt_id.isin(chosen)].groupby("prompt_id", sort=True):
         system = NEUTRAL[int(rng.integers(len(NEUTRAL)))] if rng.random() < 0.7 else ""
         options: dict[str, Any] = {}
-        least, num_outputs, kind = 1, 1, rng.random()
+        kind = rng.random()
         if kind < 0.25:
-            least = int(np.exp(rng.uniform(*np.log(_MIN_TOKENS))))
+            options["min_tokens"] = int(np.exp(rng.uniform(*np.log(_MIN_TOKENS))))
         elif kind < 0.35:
-            num_outputs = int(rng.integers(2, 9))
+            options["n"] = int(rng.integers(2, 9))
         elif kind < 0.45 or not system:
             options["stop"] = [str(rng.choice(["###", "</s>", "User:", "<|im_end|>", "\n\n\n"]))]
-        text = options_text((options.get,), min_tokens=least, num_outputs=num_outputs)
-        messages = [(OPTIONS, text), (SYSTEM, system), (USER, group.prompt.iloc[0])]
-        conversation = tuple(Message(role, text) for role, text in messages if text)
+        least = options.get("min_tokens", 1)
+        conversation = _conversation([(SYSTEM, system), (USER, group.prompt.iloc[0])], options)
         copies = group.assign(
             prompt_id=f"{prompt_id}-copy",
             **{name: values * len(group) for name, values in columns([conversation]).items()},
