@@ -137,7 +137,8 @@ class ApiRequest:
 def read_request(body: object) -> ApiRequest:
     """Reads the body of a request, a mapping or an object with attributes; see the table above."""
     read = _reader(body)
-    readers = [read, *(_reader(inner) for name in _NESTED if (inner := read(name)) is not None)]
+    sources = [body, *(inner for name in _NESTED if (inner := read(name)) is not None)]
+    readers = [_reader(source) for source in sources]
     prompt: dict[str, Any] = {}
     messages, input_ = read("messages"), read("input")
     if not is_list(messages):
@@ -166,7 +167,7 @@ def read_request(body: object) -> ApiRequest:
     return ApiRequest(
         **prompt,
         options=options_text(
-            readers, min_tokens=min_tokens, num_outputs=(num_outputs or num_prompts) // num_prompts
+            sources, readers, min_tokens=min_tokens, num_outputs=(num_outputs or num_prompts) // num_prompts
         ),
         num_other_chars=_num_chars(read),
         model=model if isinstance(model, str) else "",

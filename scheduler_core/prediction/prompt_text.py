@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -258,28 +258,29 @@ def _shortened(text: str, budget: int) -> tuple[str, int]:
     limit = _CHARS_PER_TOKEN * budget
     letters = _ENGLISH_LETTERS if _is_english(text[:limit]) else _OTHER_LETTERS
 
-    def pieces(part: str) -> list[tuple[int, int, int]]:
-        """Start, end and number of tokens of each piece."""
-        spans = [match.span() for match in _PIECES.finditer(part)]
-        return [
-            (start, end, -(-(end - start) // letters) if part[start].isalpha() else 1) for start, end in spans
-        ]
+    def pieces(start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Start, end and number of tokens of each piece between two positions."""
+        for match in _PIECES.finditer(text, start, end):
+            first, last = match.span()
+            yield first, last, -(-(last - first) // letters) if text[first].isalpha() else 1
 
-    if len(text) <= limit and (num_tokens := sum(piece[2] for piece in pieces(text))) <= budget:
-        return text, num_tokens
+    if len(text) <= limit:
+        num_tokens = sum(tokens for _, _, tokens in pieces(0, limit))
+        if num_tokens <= budget:
+            return text, num_tokens
     last = (budget - 1) // 2
-    first, used = budget - 1 - last, 1
-    head, tail = text[:limit], text[-limit:]
-    head_end, tail_start = 0, len(tail)
-    for _, end, num_tokens in pieces(head):
-        if num_tokens > first:
+    first, used, head = budget - 1 - last, 1, 0
+    for _, end, tokens in pieces(0, limit):
+        if tokens > first:
             break
-        first, used, head_end = first - num_tokens, used + num_tokens, end
-    for start, _, num_tokens in reversed(pieces(tail)):
-        if num_tokens > last:
-            break
-        last, used, tail_start = last - num_tokens, used + num_tokens, start
-    return f"{head[:head_end]}{_GAP}{tail[tail_start:]}", used
+        first, used, head = first - tokens, used + tokens, end
+    for chars in (limit // 4, limit):  # usually the smaller number is enough
+        start, left = len(text), last
+        for begin, _, tokens in reversed(list(pieces(max(len(text) - chars, 0), len(text)))):
+            if tokens > left:
+                return f"{text[:head]}{_GAP}{text[start:]}", used + last - left
+            left, start = left - tokens, begin
+    return f"{text[:head]}{_GAP}{text[start:]}", used + last - left
 
 
 def _is_english(text: str) -> bool:

@@ -30,20 +30,52 @@ _WORD = re.compile(r"[A-Za-z_]{1,16}")
 #: Effort that switches thinking off.
 _NO_EFFORT = ("none", "off", "false")
 _CONSTRAINTS = {"guided_regex": "regex", "regex": "regex", "guided_grammar": "grammar", "grammar": "grammar", "ebnf": "grammar"}  # fmt: skip
+#: Members that are read.
+_NAMES = frozenset(
+    (
+        *("reasoning", "thinkingConfig", "thinking_config", "chat_template_kwargs", "think", "thinking"),
+        *(
+            "reasoning_effort",
+            "output_config",
+            "thinking_budget",
+            "thinking_token_budget",
+            "enable_thinking",
+            "verbosity",
+        ),
+        *(
+            "text",
+            "response_format",
+            "format",
+            "structured_outputs",
+            "output_format",
+            "guided_choice",
+            "choice",
+        ),
+        *(
+            "responseMimeType",
+            "response_mime_type",
+            "stop",
+            "stop_sequences",
+            "stopSequences",
+            "tools",
+            "functions",
+        ),
+        *("json", "guided_json", "json_schema", "schema", "responseSchema", "responseJsonSchema"),
+        *("guided_regex", "regex", "guided_grammar", "grammar", "ebnf"),
+    )
+)
 _SCHEMAS = ("json", "guided_json", "json_schema", "schema", "responseSchema", "responseJsonSchema")
 
 
-def options_text(readers: Sequence[Read], *, min_tokens: int = 0, num_outputs: int = 1) -> str:
-    """The text of the options of a request, which is empty without any; see the table above. `readers` read the members of
-    its body, and of the objects of its sampling parameters."""
-    tags = [
-        *_reasoning(readers),
-        *_format(readers),
-        *([f"min tokens {min_tokens}"] if min_tokens > 1 else ()),
-        *([f"n {num_outputs}"] if num_outputs > 1 else ()),
-        *_stop(readers),
-        *_tools(readers),
-    ]
+def options_text(
+    sources: Sequence[object], readers: Sequence[Read], *, min_tokens: int = 0, num_outputs: int = 1
+) -> str:
+    """The text of the options of a request, which is empty without any; see the table above. `sources` are its body and the
+    objects of its sampling parameters, and `readers` read their members."""
+    counts = [("min tokens", min_tokens), ("n", num_outputs)]
+    tags = [f"{name} {count}" for name, count in counts if count > 1]
+    if not all(isinstance(source, dict) and _NAMES.isdisjoint(source) for source in sources):  # slower
+        tags = [*_reasoning(readers), *_format(readers), *tags, *_stop(readers), *_tools(readers)]
     return " ".join(f"[{tag}]" for tag in tags)
 
 
@@ -119,7 +151,7 @@ def _format(readers: Sequence[Read]) -> Iterator[str]:
             if (value := _first(readers, name)) is not None
         },
     ]
-    for value in values:
+    for value in filter(None, values):
         for name in ("choice", "guided_choice"):
             if is_list(choices := member(value, name)):
                 yield f"choice {len([*choices])}"
