@@ -49,7 +49,7 @@ class Predictions:
         self._events: list[PredictionEvent] = []
         self.lengths: dict[str, int] = {}
 
-    def submit(self, query: Any, _: Any) -> None:
+    def submit(self, query: Any, *_: Any) -> None:
         mu = math.log(self.lengths[query.request_id]) + SIGMA * self._rng.standard_normal()
         prediction = Prediction(length=LengthPrediction(mu, SIGMA, NU))
         self._events.append(

@@ -27,7 +27,10 @@ def order_policy(
     engine's steps, so that the policy may reserve memory.
     """
     if name in BATCH_FORMERS and name not in POLICIES:
-        raise InputError(f"policy {name} forms batches, but the engine forms its own: choose an order policy")
+        raise InputError(
+            f"policy {name} forms batches, but the engine forms its own: choose an order policy; inside vLLM the setting "
+            f"batching: {name} adds these batches"
+        )
     policy = make_policy(name, parameters)
     if policy.reserves_memory and not planned:
         raise InputError(
@@ -131,6 +134,8 @@ class LiveOrder:
         self.policy = policy
         self.engine: LiveEngine = engine or UnknownEngine()
         self._reads_cached = policy.reads("cached")
+        #: None if the policy does not implement it, to avoid a call for every token of every request.
+        self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
         policy.bind(self.engine)
         self.level = level or (lambda state: 0)
         self.states: dict[str, RequestState] = {}
@@ -234,7 +239,8 @@ class LiveOrder:
             if state.decode_entered_s is None:
                 state.decode_entered_s = now
                 ends_prefill = True
-        self.policy.on_tokens(state, num_tokens, now)
+        if self._on_tokens is not None:
+            self._on_tokens(state, num_tokens, now)
         if ends_prefill:
             self.policy.on_prefill_end(state, now)
 

@@ -138,14 +138,20 @@ class PredictionThread:
         self._thread = threading.Thread(target=self._run, name="tailcast-predictions", daemon=True)
         self._thread.start()
 
-    def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None = None) -> None:
+    def submit(
+        self,
+        request: PredictionRequest,
+        token_ids: Sequence[int] | None = None,
+        options: Callable[[], tuple[Message, ...]] = tuple,
+    ) -> None:
         """Queries the predictor; its event follows later, after `close` immediately. `token_ids` is the prompt;
-        None: use the prompt of `request`. If that is empty (prompts given as embeddings), the request fails."""
+        None: use the prompt of `request`. If that is empty (prompts given as embeddings), the request fails.
+        `options` is called in the thread, for messages before those of the prompt."""
         self._pending.add(request.request_id)
         if self._loop.is_closed():
             self._fail(request.request_id, "the predictor's thread has ended")
         else:
-            self._loop.call_soon_threadsafe(self._send, request, token_ids)
+            self._loop.call_soon_threadsafe(self._send, request, token_ids, options)
 
     def withdraw(self, request_id: str) -> None:
         """Withdraws a request that has left; a query that was not sent yet is dropped."""
@@ -193,16 +199,19 @@ class PredictionThread:
             self._put(event)
         self._loop.stop()
 
-    def _send(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
+    def _send(
+        self,
+        request: PredictionRequest,
+        token_ids: Sequence[int] | None,
+        options: Callable[[], tuple[Message, ...]],
+    ) -> None:
         if token_ids is None and not request.prompt:
             self._fail(request.request_id, "the prompt has no text")
             return
         try:
             if token_ids is not None and self._decode is not None:
                 messages = self._decode(token_ids)
-                request = replace(
-                    request, prompt=user_text(messages), messages=(*request.messages, *messages)
-                )
+                request = replace(request, prompt=user_text(messages), messages=(*options(), *messages))
             self._collector.submit(request)
         except Exception as error:  # a third-party tokenizer may raise any exception; the engine continues
             self._fail(request.request_id, f"{type(error).__name__}: {error}")

@@ -58,12 +58,21 @@ class Victims:
         self.running = [*others, *(evictable[state.request_id] for state in states)]
 
     def _tailcast_missing_blocks(self) -> int:
-        """Blocks beyond the free ones that the running requests may take in the next step; O(running)."""
+        """Blocks beyond the free ones that the running requests may take in the next step, an upper bound; O(running) if few
+        are free."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
         num_blocks = -self.kv_cache_manager.block_pool.get_num_free_blocks()
+        smallest = min([manager.block_size for manager in managers], default=1)
+        # Each takes at most two blocks more than its tokens fill: the first and the last one.
+        tokens = self.max_num_scheduled_tokens + len(self.running) * (
+            self.num_lookahead_tokens + 2 * smallest
+        )
+        if num_blocks + len(managers) * -(-tokens // smallest) <= 0:
+            return 0
         for request in self.running:
             end = request.num_tokens_with_spec + request.num_output_placeholders
             end = min(end, request.num_computed_tokens + self.max_num_scheduled_tokens)
-            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+            for manager in managers:
                 held = len(manager.req_to_blocks.get(request.request_id, ()))
                 num_blocks += max(-(-(end + self.num_lookahead_tokens) // manager.block_size) - held, 0)
         return int(num_blocks)
