@@ -15,12 +15,10 @@ from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
 from scheduler_core.engine.kv_cache import Limits
 from scheduler_core.engine.pool import Pool
+from scheduler_core.engine.queues import Ranked
 from scheduler_core.policies.base import LAST_RESORT, Policy
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
-
-#: Phi less the hysteresis for requests of the last step; ties by arrival; then Phi and the request.
-Ranked = tuple[float, float, int, float, RequestState]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,18 +77,23 @@ class OneOrder(BatchFormer):
 
     def _fill(self, pool: Pool, batch: Batch, now: float) -> None:
         """Rules 1 to 3. Beside the sort, a request costs a constant time, unless others are evicted for it."""
-        later = _Later(pool.policy, self._ranked(pool, now), self.swap_token_s, now)
-        ranked, decodes, may_admit = later.ranked, batch.own_decodes(), True
+        assert pool.evictions is not None, "this former evicts by key"
+        ranked = pool.evictions.ranked(self._last, self.hysteresis_s, now)
+        later = _Later(pool.policy, ranked, self.swap_token_s, now)
+        decodes, may_admit, kv, ahead_s = batch.own_decodes(), True, pool.kv, self.hysteresis_s
         head = self._head(pool, batch, now)
         while batch.budget > 0 and len(batch.prefills) + len(decodes) < pool.max_num_seqs:
             if ranked and (head is None or ranked[-1] < head):
-                *_, key, state = ranked.pop()
+                _, _, _, key, state = ranked.pop()
                 if state.status is not Status.RUNNING:
                     continue
-                if state.prefill_target_tokens <= state.num_computed_tokens < state.kv_tokens:
-                    decodes.append(state)  # `Batch.add`, inlined for speed
-                    batch.budget -= 1
-                    continue
+                if state.num_computed_tokens >= state.prefill_target_tokens:  # inlined for speed
+                    if state.num_computed_tokens < state.kv_tokens:
+                        decodes.append(state)
+                        batch.budget -= 1
+                        continue
+                    if not kv.num_free_blocks and key + ahead_s >= later.no_victim:
+                        continue  # it is paused
                 num_evicted = len(batch.preempted)
                 has_memory = self._grow(pool, batch, state, key, later, now)
                 if may_admit and len(batch.preempted) > num_evicted:
@@ -105,17 +108,6 @@ class OneOrder(BatchFormer):
                 head = self._head(pool, batch, now) if may_admit else None
             else:
                 return
-
-    def _ranked(self, pool: Pool, now: float) -> list[Ranked]:
-        """The running requests, first in the order last."""
-        states, last, ahead_s = pool.running.values(), self._last, self.hysteresis_s
-        keys = pool.policy.keys(states, now)
-        ranked = [
-            (key - (ahead_s if s.request_id in last else 0.0), s.request.arrival_s, s.order, key, s)
-            for key, s in zip(keys, states, strict=True)
-        ]
-        ranked.sort(reverse=True)
-        return ranked
 
     def _head(self, pool: Pool, batch: Batch, now: float) -> Ranked | None:
         """The waiting request to admit next; None if it was evicted in this step."""
@@ -234,12 +226,13 @@ class _Later:
         #: (at `LAST_RESORT`, swap_token_s n - Phi, index in `ranked`, Phi, request) of those that may be swapped out, in the
         #: order in which they are; None: not computed yet.
         self._victims: deque[tuple[bool, float, int, float, RequestState]] | None = None
-        #: Smallest limits for which there was no victim, by `waits`. There is none for a larger one later in the step.
-        self._no_victim = {False: math.inf, True: math.inf}
+        #: Smallest limits for which running, and waiting requests had no victim. There is none for a larger one later in the
+        #: step.
+        self.no_victim = self._no_victim_waits = math.inf
 
     def victim(self, limit: float, *, waits: bool) -> RequestState | None:
         """The victim for a request that runs or waits, with a Phi above `limit`; None if there is none."""
-        if limit >= self._no_victim[waits]:
+        if limit >= (self._no_victim_waits if waits else self.no_victim):
             return None
         if self._victims is None:
             self._victims = deque(sorted(self._evictable()))
@@ -251,7 +244,10 @@ class _Later:
                 break
             if key > limit and index < num and state.status is Status.RUNNING:
                 return state
-        self._no_victim[waits] = limit
+        if waits:
+            self._no_victim_waits = limit
+        else:
+            self.no_victim = limit
         return None
 
     def _evictable(self) -> Iterator[tuple[bool, float, int, float, RequestState]]:

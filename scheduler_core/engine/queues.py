@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -12,6 +12,8 @@ from scheduler_core.request import RequestState
 
 #: Sort keys, then a unique running number, then the request.
 Entry = tuple[Any, ...]
+#: Key less what the request is ahead; ties by arrival; then the key and the request.
+Ranked = tuple[float, float, int, float, RequestState]
 #: A request is served before all requests of larger groups.
 Group = int | tuple[int, ...]
 
@@ -146,6 +148,60 @@ class EvictionQueue(LazyHeap):
         super().__init__()
         self.policy = policy
         self._is_stale = False
+        #: Requests whose key may have changed since the last `ranked`; None: all.
+        self._changed: set[RequestState] | None = None
+        self._ranked: list[Ranked] = []
+        self._ahead: set[RequestState] = set()
+
+    def push(self, state: RequestState, now: float) -> None:
+        """See `LazyHeap`."""
+        super().push(state, now)
+        self.touch(state)
+
+    def remove(self, state: RequestState) -> None:
+        """See `LazyHeap`."""
+        super().remove(state)
+        self.touch(state)
+
+    def rekey_all(self, now: float) -> None:
+        """See `LazyHeap`."""
+        super().rekey_all(now)
+        self._changed = None
+
+    def touch(self, state: RequestState) -> None:
+        """Called when a running request has made progress, which may change its key."""
+        if self._changed is not None:
+            self._changed.add(state)
+
+    def ranked(self, ahead: Iterable[str], ahead_s: float, now: float) -> list[Ranked]:
+        """The running requests in the order of their keys, first ones last; the keys of those `ahead` count as smaller by
+        `ahead_s`.
+
+        Under policies whose keys only change with events, only the keys of requests that are or were ahead, or have changed
+        otherwise, are computed. The others are still sorted.
+        """
+        live, changed = self._live, self._changed
+        ahead_now = {live[name][-1] for name in ahead if name in live}
+        states: Iterable[RequestState]
+        if (
+            changed is None
+            or self.policy.key_changes == "with_time"
+            or self.policy.running_keys == "on_tokens"
+        ):
+            ranked, states = [], list(self)
+        else:
+            changed |= self._ahead
+            changed |= ahead_now
+            ranked = [item for item in self._ranked if item[-1] not in changed]
+            states = [state for state in changed if live.get(state.request_id, (None,))[-1] is state]
+        keys = self.policy.keys(states, now)
+        ranked += [
+            (key - (ahead_s if s in ahead_now else 0.0), s.request.arrival_s, s.order, key, s)
+            for key, s in zip(keys, states, strict=True)
+        ]
+        ranked.sort(reverse=True)
+        self._ranked, self._ahead, self._changed = ranked, ahead_now, set()
+        return ranked.copy()
 
     def _entry(self, state: RequestState, now: float) -> Entry:
         key = self.policy.eviction_key(state, now)
