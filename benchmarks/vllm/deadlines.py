@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -44,11 +43,10 @@ from benchmarks.vllm.client import send_all
 from benchmarks.vllm.clock import EngineClock
 from benchmarks.vllm.deadlines_page import page
 from benchmarks.vllm.mixes import BLOCK_TOKENS, MIXES, STOCK, TOKEN_IDS, VLLM, Mix
-from benchmarks.vllm.model import NAME, packaged_model
 from benchmarks.vllm.outcomes import capacity_rps, class_metrics, simulated, step_metrics
 from benchmarks.vllm.plan import Ask, Cell
-from benchmarks.vllm.results import REAL, calibrated, slowness
-from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server
+from benchmarks.vllm.results import calibrated, slowness
+from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server, run_engines
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.shell.files import write_json
@@ -213,7 +211,6 @@ class Study:
             "mix": name,
             **run["cell"],
             "engine": class_metrics(responses, requests),
-            "wall": class_metrics(responses, requests, REAL),
             "simulator": simulated(mix, run["cell"]["side"], responses, self.fit.step_time),
             "steps": step_metrics(run["steps"]) | {"slowness": slowness(run["steps"], self.fit)},
             "client_delay_s": max(row["sent_s"] - row["arrival_s"] for row in responses),
@@ -262,22 +259,10 @@ def main(args: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(args)
     if options.quick:
         options.requests, options.loads, options.long_loads = dict.fromkeys(MIXES, 8), [1.0], [1.0]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the engines
-    try:
-        return _run(options)
-    except (InputError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    return run_engines(_run, options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.model is None:
-        options.model = options.vllm_python.parents[1] / "models" / NAME
-        if options.vllm_python.exists():
-            packaged_model(options.model)
-    for name in ("vllm_python", "model"):
-        if not (path := getattr(options, name)).exists():
-            raise InputError(name, str(path), "an existing path; see --help")
     for name in options.mixes:
         (options.out / name).mkdir(parents=True, exist_ok=True)
     _same_as_before(options)
@@ -297,8 +282,17 @@ def _write(options: argparse.Namespace, results: dict[str, Any]) -> str:
     """Writes results and tables, and returns the tables."""
     text = page(results)
     (options.out / "table.md").write_text(text, encoding="utf-8")
-    write_json(options.json or options.out / "results.json", results)
+    write_json(options.json or options.out / "results.json", rounded(results))
     return text
+
+
+def rounded(value: Any) -> Any:
+    """The same JSON value with four significant digits."""
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _same_as_before(options: argparse.Namespace) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.processes import ROOT, Process, free_port, http_ok, running
+from benchmarks.vllm.model import NAME, packaged_model
+from scheduler_core.errors import InputError
 from scheduler_core.shell.files import write_json
 
 #: Served model name.
@@ -21,6 +26,26 @@ ENTRY_POINTS = """[tailcast.predictors]
 grpc = predictors.client:GrpcPredictor
 table = benchmarks.vllm.table_predictor:connect
 """
+
+
+def run_engines(run: Callable[[argparse.Namespace], int], options: argparse.Namespace, *paths: str) -> int:
+    """Result of a benchmark with its options; 2, with a message, if a requirement is missing. SIGTERM also stops its engines.
+
+    `vllm_python`, `model` (default: SmolLM2, saved next to vLLM's environment) and the options `paths` must exist.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        if options.model is None:
+            options.model = options.vllm_python.parents[1] / "models" / NAME
+            if options.vllm_python.exists():
+                packaged_model(options.model)
+        for name in (*paths, "vllm_python", "model"):
+            if not (path := getattr(options, name)).exists():
+                raise InputError(name, str(path), "an existing path; see --help")
+        return run(options)
+    except (InputError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 class StepTail:

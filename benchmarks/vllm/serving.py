@@ -35,7 +35,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -48,11 +47,10 @@ from benchmarks.shared.pages import put_section
 from benchmarks.shared.processes import command_ports
 from benchmarks.vllm.client import send_all
 from benchmarks.vllm.clock import EngineClock
-from benchmarks.vllm.model import NAME, packaged_model
 from benchmarks.vllm.page import report
 from benchmarks.vllm.plan import CAPACITY, SIDES, Ask, Cell, asks, cells
 from benchmarks.vllm.results import calibrated, measured_capacity, run_metrics
-from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server
+from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server, run_engines
 from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictions import LengthPrediction
@@ -173,23 +171,10 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.quick:
         options.num_prompts, options.repetitions, options.max_tokens, options.max_num_seqs = 20, 1, 32, 4
         options.loads, options.burst_loads, options.sides = [1.2], [], ["fcfs", "bounded_shortest"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # also stops the engines
-    try:
-        return _run(options)
-    except (InputError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    return run_engines(_run, options, "artifact")
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.model is None:
-        options.model = options.vllm_python.parents[1] / "models" / NAME
-        if options.vllm_python.exists():
-            packaged_model(options.model)
-    for name in ("artifact", "vllm_python", "model"):
-        path = getattr(options, name)
-        if not path.exists():
-            raise InputError(name, str(path), "an existing path; see --help")
     if options.sides[0] != "fcfs":
         raise InputError("sides", options.sides, "fcfs first, because the others are compared with it")
     if options.num_prompts <= 2 * options.max_num_seqs:
