@@ -75,6 +75,7 @@ class LiveBatches(LiveOrder):
             group=level if group is None else lambda state: (level(state), group(state)),
             lockstep=False,
             memory_victims=memory_victims,
+            level=level,
         )
         if engine is not None:
             policy.bind(engine)

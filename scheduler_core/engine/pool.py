@@ -25,7 +25,7 @@ class Pool:
     A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time.
     `preemption`: whether a preempted request keeps a copy of its cache on the host while that has free
     memory. `evicts_by_key`: choose victims by the policy's eviction key; False: as `memory_victims` says, the
-    request admitted last or the cheapest one (see `cheapest_last`).
+    request admitted last or the cheapest one (see `cheapest_last`), of the largest declared `level` if there are levels.
     `group`: see `WaitingQueue`. `lockstep`: advance decoding requests in lockstep, see `LockstepGroup`.
     """
 
@@ -42,6 +42,7 @@ class Pool:
         group: Callable[[RequestState], Group] | None,
         lockstep: bool,
         memory_victims: MemoryVictims = "last_admitted",
+        level: Callable[[RequestState], int] | None = None,
     ) -> None:
         self.policy = policy
         self.kv = kv
@@ -59,6 +60,7 @@ class Pool:
         self._running: dict[str, RequestState] = {}
         self.evictions = EvictionQueue(policy) if evicts_by_key else None
         self.memory_victims = memory_victims
+        self.level = level
         # Victims of a preemptive policy, or of one whose keys change with tokens, depend on progress in every step.
         static = self.evictions is None or (not policy.preemptive and policy.running_keys == "on_event")
         #: The decoding requests, if they are advanced in lockstep.
@@ -254,9 +256,12 @@ class Pool:
         """The running request to preempt when no free block is left for the growth of running requests."""
         if self.evictions is not None:
             return self.evictions.first(now)
-        if self.memory_victims == "cheapest":
-            return cheapest_last(self.running.values())[-1]
-        return next(reversed(self._running.values()))
+        running = list(self.running.values())
+        if self.level is not None:
+            levels = [self.level(state) for state in running]
+            least_urgent = max(levels)
+            running = [state for state, own in zip(running, levels, strict=True) if own == least_urgent]
+        return (cheapest_last(running) if self.memory_victims == "cheapest" else running)[-1]
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
         """The minimum set of running requests to evict so that a waiting one can be admitted. None if it may

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from scheduler_core.adapters.live_batches import LiveBatches
+from scheduler_core.adapters.live_order import declared_level
 from scheduler_core.adapters.vllm_queue import PlannedQueue
 from scheduler_core.batching import BATCH_FORMERS, make_former
 from scheduler_core.engine.kv_cache import KVCache
+from scheduler_core.engine.memory_victim import MemoryVictims
 from scheduler_core.engine.plan import StepPlan, StepResult
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.policies import make_policy
@@ -172,6 +174,33 @@ def test_a_blocked_request_is_in_no_plan_until_it_is_ready() -> None:
     assert batches.form(0.2).admitted == ["a"]
     queue.remove_requests(list(queue))
     assert len(queue) == 0
+
+
+@pytest.mark.mend
+@pytest.mark.parametrize("victims", ["last_admitted", "cheapest"])
+def test_memory_is_taken_from_the_less_urgent_level(victims: MemoryVictims) -> None:
+    config = SchedulerConfig(prefix_caching=False, **SIZES)
+    kv = KVCache(7, config.kv_block_tokens, 0.0)
+    policy = make_policy("fcfs")
+    batches = LiveBatches(
+        *(policy, make_former("chunked_prefill"), kv, config, StepCosts(), declared_level(policy)),
+        memory_victims=victims,
+    )
+    size = config.kv_block_tokens
+    # The less urgent one is admitted first, and has more to be computed again.
+    for name, priority, tokens in (("late", 5, 4 * size), ("urgent", 0, 2 * size)):
+        batches.arrive(
+            Request(request_id=name, arrival_s=0.0, prompt_tokens=tokens, max_tokens=90, priority=priority),
+            0.0,
+        )
+        batches.enqueue(name, 0.0)
+        assert batches.form(0.0).admitted == [name]
+        batches.schedule([name], 0.0)
+        batches.states[name].num_computed_tokens = tokens
+        batches.progress(name, tokens, tokens, 1, 0.1)
+    batch = batches.form(0.2)  # the urgent one needs a block, and none is free
+    assert batch.preempted == ["late"]
+    assert [state.request_id for state in batch.decodes] == ["urgent"]
 
 
 def simple(former: str) -> LiveBatches:
