@@ -136,6 +136,21 @@ def test_cross_entropy_over_buckets_counts_cut_answers_as_at_least_there():
     assert found.tolist() == pytest.approx([float(first), float(-p[1, 2].log())], rel=1e-5)
 
 
+def test_the_error_of_sigma_within_is_left_out_of_the_score_of_an_epoch():
+    """A prompt whose outputs are all equal has a target far from any prediction, which decided the best epoch."""
+    parameters = {"mu": torch.tensor([3.0]), "sigma": torch.tensor([0.5])}
+    model = SimpleNamespace(length_parameters=lambda score: parameters)
+    batch = SimpleNamespace(
+        samples=samples([[9, 19]]), fits=torch.tensor([[0.0, 0.0, -40.0]]), weight=torch.ones(1)
+    )
+    task, score = LengthTask(objective="crps", within=True), torch.zeros((1, 3))
+    trained, _ = task.loss(score, losses.LossInputs(model, batch))
+    chosen, _ = task.loss(score, losses.LossInputs(model, batch, auxiliary=False))
+    plain, _ = LengthTask(objective="crps").loss(score, losses.LossInputs(model, batch))
+    assert chosen.tolist() == plain.tolist()
+    assert float(trained) > 100 * float(chosen)
+
+
 def test_ordinal_cross_entropy_is_the_mean_over_the_thresholds():
     logits = torch.tensor([[2.0, 0.5, -1.0], [2.0, 0.5, -1.0]])
     p = torch.sigmoid(logits)

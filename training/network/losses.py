@@ -137,8 +137,13 @@ class HeadLoss(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """Inputs of a head's loss in addition to its scores; `sigma_weight` is used by the objective mse."""
+    """Inputs of a head's loss in addition to its scores.
+
+    `sigma_weight` is used by the objective mse. `auxiliary`: whether to add the error of sigma_within, which is left out of
+    the score that chooses an epoch: it has no bound for prompts whose outputs are all equal.
+    """
 
     model: PromptPredictor
     batch: TrainingBatch
     sigma_weight: float = 1.0
+    auxiliary: bool = True

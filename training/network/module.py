@@ -137,7 +137,7 @@ class StageModule(L.LightningModule):
     def validation_step(self, batch: TrainingBatch, batch_idx: int) -> None:
         """Accumulates the losses and the metrics of a batch."""
         self.current = batch, self._splits["validation"]
-        scores, losses = self._losses(batch, 1.0)
+        scores, losses = self._losses(batch, 1.0, auxiliary=False)
         sums = {name: loss.sums(weighted=name != "urgency") for name, loss in losses.items()}
         self._check(torch.stack([pair[0] for pair in sums.values()]).sum(), losses)
         if "urgency" in losses:
@@ -165,11 +165,11 @@ class StageModule(L.LightningModule):
         return float(sum(means.values()))
 
     def _losses(
-        self, batch: TrainingBatch, sigma_weight: float
+        self, batch: TrainingBatch, sigma_weight: float, *, auxiliary: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, HeadLoss]]:
         features = self.network.features(*batch.inputs) if self._number == 1 else batch.inputs[0]
         scores = self.network.scores(features, batch.served_model, batch.temperature, batch.row_prompt)
-        inputs = LossInputs(self.network, batch, sigma_weight)
+        inputs = LossInputs(self.network, batch, sigma_weight, auxiliary)
         losses = {
             name: HeadLoss(*getattr(self._config, name).loss(scores[name].float(), inputs))
             for name in self._config.tasks

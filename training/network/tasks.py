@@ -85,7 +85,7 @@ class LengthTask(HeadTask):
         else:
             nu = parameters.get("nu", mu.new_tensor(self.nu))
             loss = losses.log_t_nll(mu, sigma, nu, batch.samples)
-        if self.within:
+        if self.within and inputs.auxiliary:
             loss = loss + losses.WITHIN_WEIGHT * losses.within_mse(score[:, -1], batch.fits[:, 2])
         return loss, batch.weight
 
