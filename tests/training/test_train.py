@@ -20,7 +20,7 @@ from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.encoder import load_encoder
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.prompt_text import PromptForm
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm
 from scheduler_core.shell.files import locked_folder
 from tests.training.data import SERVED_MODELS, assert_refused, write_labels, write_rows, write_sample_file
 from tests.training.tiny import ENCODERS, tiny_bert
@@ -550,7 +550,10 @@ def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), chats)
     parts = {"stage1": NO_STAGE, "stage2": stage(100, 1e-2, batch_size=8)}
     parts["tower"] = Tower(hidden_sizes=(16,), dropouts=(0.0,), layer_norm=False)
-    train(tiny(bert, chats, out, max_length=32, conversations=True, **parts))
+    parts["part_tokens"] = PartTokens(options=4, system=8, turns=4, last=10)
+    train(tiny(bert, chats, out, max_length=32, conversations=True, amounts=True, **parts))
+    trained = load_checkpoint(out).config
+    assert (trained.form.part_tokens, trained.amounts) == (parts["part_tokens"], True)
     options = {"predictor": str(out), "json": str(tmp_path / "e.json"), "ceiling": False, "progress": False}
     whole = evaluate(EvaluateConfig(data=str(chats), **options))["model"]["mu"]["r2"]
     pq.write_table(pq.read_table(chats).drop_columns(["messages"]), tmp_path / "last.parquet")
@@ -567,7 +570,9 @@ def test_rows_without_messages_are_lone_user_messages_and_fits_have_none():
         "c",
     ]
     plain = pa.table({"prompt": ["b"]})
-    large = table.set_column(0, "prompt", table.column("prompt").cast(pa.large_string()))  # as pandas writes it
+    large = table.set_column(
+        0, "prompt", table.column("prompt").cast(pa.large_string())
+    )  # as pandas writes it
     assert with_conversations(large, Path("t"), WHOLE).schema.field("prompt").type == pa.large_string()
     assert with_conversations(plain, Path("t"), WHOLE) is plain
     fits = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
