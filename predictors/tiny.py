@@ -1,6 +1,6 @@
 """The predictor `tiny`: output lengths in the thread of the scheduler; needs only numpy and tokenizers.
 
-A prompt of 400 characters takes less than 0.1 ms (`benchmarks.predictors.tiny`). Tables have a vector for
+A prompt of 400 characters takes 0.17 ms (`benchmarks.predictors.tiny`). Tables have a vector for
 each token, each (hashed) pair of neighbors and each (hashed) combination of the first three tokens. Their sums
 over the prompt, divided by the square root of their number, and features of the number of tokens are the input of
 a network with two hidden layers and the outputs mu and ln sigma for every served model. Hashed n-grams are from

@@ -2,7 +2,7 @@
 
     python -m benchmarks.predictors.tiny [--artifact tiny]
 
-Prompts are English sentences with an amount that is asked for. A warm time is the median over prompts of the shortest of
+Prompts are English sentences, also with an amount that is asked for ("100 words"). A warm time is the median over prompts of the shortest of
 `REPEATS` calls, in turn for all ways: `length` (distribution only), `predict` (with the embedding for online calibration), and the
 service's runtime, which tokenizes with the package tokenizers.
 """
@@ -32,12 +32,12 @@ SENTENCES = (
 )
 
 
-def prompts(num_chars: int) -> list[str]:
-    """Prompts of this number of characters, all different."""
+def prompts(num_chars: int, *, amounts: bool) -> list[str]:
+    """Prompts of this number of characters, all different, that ask for an amount or for none."""
     texts = []
     for number in range(NUM_PROMPTS):
         rng = np.random.default_rng(number)
-        text = f"Write {100 + number} words."
+        text = f"Write {100 + number} words." if amounts else f"We are team {number}."
         while len(text) < num_chars:
             text += " " + SENTENCES[int(rng.integers(len(SENTENCES)))]
         texts.append(text[:num_chars])
@@ -64,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     predictor = TinyPredictor(options.artifact)
     loaded = time.perf_counter()
-    predictor.length(prompts(400)[0])
+    predictor.length(prompts(400, amounts=True)[0])
     first = time.perf_counter()
     runtime = open_runtime(options.artifact, provider="cpu")
     loop = asyncio.new_event_loop()
@@ -74,7 +74,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
     ways = (predictor.length, predict, lambda text: runtime.predict([text], [""]))
     rows = [
-        [str(size), *(f"{value:.0f}" for value in microseconds(ways, prompts(size)))] for size in CHARACTERS
+        [
+            f"{size}{', with an amount' if amounts else ''}",
+            *(f"{value:.0f}" for value in microseconds(ways, prompts(size, amounts=amounts))),
+        ]
+        for size in CHARACTERS
+        for amounts in (False, True)
     ]
     loop.close()
     print(f"load {1e3 * (loaded - start):.0f} ms, first call {1e6 * (first - loaded):.0f} us; warm, us:\n")

@@ -457,14 +457,14 @@ def _number_after(tokens: Sequence[str], *, at_start: bool) -> float | None:
 
 
 def _form(text: str, words: set[str]) -> str:
-    """The form of text that the prompt asks to write: "write me a short haiku"."""
-    for word in words & _FORM_WORDS:
-        for start, _ in _places(text, word):
-            for token in reversed(_TOKEN.findall(text[max(0, start - _WINDOW // 2) : start])[-6:]):
-                if token in _STOPS or token in BLOCKS:
-                    break
-                if token in WRITES:
-                    return FORMS[word]
+    """The first form of text that the prompt asks to write: "write me a short haiku"."""
+    places = [(start, word) for word in words & _FORM_WORDS for start, _ in _places(text, word)]
+    for start, form in sorted(places):
+        for token in reversed(_TOKEN.findall(text[max(0, start - _WINDOW // 2) : start])[-6:]):
+            if token in _STOPS or token in BLOCKS:
+                break
+            if token in WRITES:
+                return FORMS[form]
     return ""
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,3 +228,22 @@ def test_more_words_never_have_a_lower_tag(low: int, high: int, limit: str) -> N
     tags = [int(with_amount(limit.format(number)).split("]")[0].split()[1]) for number in (low, high)]
     assert tags[0] <= tags[1]
     assert not (high > 2 * low) or tags[0] < tags[1]
+
+
+def test_of_two_forms_the_first_is_found_whatever_the_hash_seed():
+    """Sets of words have another order in each process, so training and serving could read different tags."""
+    code = (
+        "from scheduler_core.prediction.requested_amount import with_amount as f;"
+        "print(f('Write a poem, then write an essay and write a story about rivers.'))"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3", "4")
+    }
+    assert {text.split("]")[0] for text in texts} == {"[poem"}
