@@ -26,7 +26,7 @@ from benchmarks.shared.pages import put_section
 from examples.pretrained.prepare import CASTILLO_LIMIT, prepare
 from examples.pretrained.unseen import SourceScores, score_sources
 from examples.shell import Shell
-from predictors.pretrained import FOLDERS
+from predictors.pretrained import FOLDERS, PRETRAINED, TINY
 from predictors.runtime import open_runtime
 from scheduler_core.lengths import LogQuantiles, LogT
 from scheduler_core.report.page import markdown_table
@@ -88,7 +88,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", help="page whose table is replaced")
     options = parser.parse_args(args)
     files = prepare(options.data, options.work / "data")
-    artifacts = {folder.name: folder for folder in FOLDERS.values()}
+    artifacts = {FOLDERS[name].name: FOLDERS[name] for name in (PRETRAINED, TINY)}
     artifacts |= {
         name: Path(folder) for name, _, folder in (item.partition("=") for item in options.artifacts)
     }
