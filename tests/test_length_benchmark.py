@@ -151,9 +151,9 @@ def test_streams(tmp_path, monkeypatch):
     write_data(tmp_path)
     data = Streams(tmp_path)
     assert len(data.applications) == len(CHOICE) + len(SET_ASIDE) + len(FAMILIES)
-    mixed = data.mixed(0, 7)
-    assert len({request.application for request, _ in mixed}) == 7
-    assert len({request.prompt for request, _ in mixed}) == len(mixed) == 7 * 30
+    mixed = data.mixed(0, 5)
+    assert len({request.application for request, _ in mixed}) == 5
+    assert len({request.prompt for request, _ in mixed}) == len(mixed) == 5 * 30
     assert all(request.thinks and not request.served_model for request, _ in mixed)
     assert {request.served_model for request, _ in data.mixed(0, None, 3)} == {"a", "b"}
     monkeypatch.setattr(streams, "FLOOD_START", 50)

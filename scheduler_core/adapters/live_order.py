@@ -135,7 +135,8 @@ class LiveOrder:
         self.engine: LiveEngine = engine or UnknownEngine()
         self._reads_cached = policy.reads("cached")
         #: None if the policy does not implement it, to avoid a call for every token of every request.
-        self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
+        is_unused = getattr(type(policy), "on_tokens", None) is Policy.on_tokens  # a wrapper has none
+        self._on_tokens = None if is_unused else policy.on_tokens
         policy.bind(self.engine)
         self.level = level or (lambda state: 0)
         self.states: dict[str, RequestState] = {}

@@ -35,6 +35,7 @@ from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.tiny import WEIGHTS, TinyModel
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.requested_amount import with_amount
 from tests.training.tiny import tiny_bert
 from training.correcting.encoder_shift import FeatureRuntime
 from training.network.data import SampleLengths
@@ -275,7 +276,7 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
         with torch.no_grad():
             found = np.stack(
                 [
-                    encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 0]
+                    encoder(**tokenizer(with_amount(text), return_tensors="pt")).last_hidden_state[0, 0]
                     for text in PROMPTS[:2]
                 ]
             )

@@ -335,6 +335,8 @@ async def test_the_tiny_predictor_reads_conversations_and_amounts(tmp_path: Path
     folder = tmp_path / "tiny"
     shutil.copytree(artifact_folder("tiny"), folder)
     manifest = read_manifest(folder)
+    manifest = {name: manifest[name] for name in manifest if name not in ("part_tokens", "amounts")}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"conversations": False}))
     plain, text = TinyPredictor(folder), with_amount(EXPECTED)
     assert text != EXPECTED
     manifest |= {"conversations": True, "part_tokens": asdict(PARTS), "amounts": True}

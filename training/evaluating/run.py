@@ -19,6 +19,7 @@ from predictors.heads import Predicted
 from scheduler_core.errors import InputError
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file, sha256_file, writable_target, write_json
+from scheduler_core.shell.table_files import read_parquet
 from scheduler_core.shell.versions import versions_of
 from training.evaluating.batch_predictor import (
     BatchPredictor,
@@ -59,7 +60,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         name: open_batch_predictor(folder, options, "compare") for name, folder in config.others.items()
     }
     for name, other in others.items():
-        if other.form != predictor.form:
+        if other.form != predictor.form and _has_conversations(config.data):
             allowed = (
                 "predictors with the same input: the same parts of conversations, or the last user message"
             )
@@ -103,6 +104,12 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     for line in report_lines(content):
         log.info("%s", line)
     return content
+
+
+def _has_conversations(path: str) -> bool:
+    """Whether a file has rows with `messages`, of which predictors may read different parts."""
+    table = read_parquet(path, "data")
+    return "messages" in table.column_names and table.column("messages").null_count < len(table)
 
 
 def _candidate(name: str, predictor: BatchPredictor, rows: EvaluationRows) -> Candidate:
