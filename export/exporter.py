@@ -60,8 +60,8 @@ class ExportConfig:
     license: str | None = None
     """SPDX license identifier to record in the manifest."""
     abstain_threshold: float | None = None
-    """Abstain if the highest urgency probability is below this; 0: never. Default: urgency.abstain_threshold in the
-    checkpoint's training.json; if that is missing, abstain if the prediction is nearly uniform."""
+    """Abstain if the highest urgency probability is below this, and always if the prediction is nearly uniform. Default:
+    urgency.abstain_threshold in the checkpoint's training.json, or none."""
     sign: str | None = None
     """PEM file with an Ed25519 private key that signs the manifest (manifest.json.sig). The password of the
     key, if any, is read from the environment variable TAILCAST_SIGNING_PASSWORD."""

@@ -170,8 +170,8 @@ class Manifest(BaseModel):
         served_models: LLMs whose lengths the artifact predicts; empty if not declared.
         conditioning: Inputs in addition to the prompt; None: none.
         urgency_levels: Names of the urgency levels, most urgent first.
-        abstain_threshold: The artifact abstains if the highest urgency probability is lower; None: if it is nearly
-            uniform (`scheduler_core.prediction.urgency.abstains`).
+        abstain_threshold: The artifact abstains if the highest urgency probability is lower, or nearly uniform
+            (`scheduler_core.prediction.urgency.abstains`).
         bucket_edges: Bounds of the length buckets; bucket k contains edges[k-1] <= tokens < edges[k].
         calibration: Calibration of mu and sigma, which the graph includes; empty: none.
         training_data: File name and SHA-256 of the training data.

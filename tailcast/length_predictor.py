@@ -1,4 +1,4 @@
-"""Blocking Python API for output lengths, with an artifact in this process or a running service."""
+"""Blocking Python API for output lengths and urgency, with artifacts in this process or a running service."""
 
 from __future__ import annotations
 
@@ -15,18 +15,29 @@ from scheduler_core.prediction.api_request import ApiRequest, read_request
 from scheduler_core.prediction.correction import Correction, RequestContext
 from scheduler_core.prediction.outcome import Outcome
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
-from scheduler_core.prediction.predictor import PREDICTORS, PredictionRequest, PredictorAddress
-from scheduler_core.prediction.prompt_text import PartTokens, PromptForm, messages_of
+from scheduler_core.prediction.predictor import (
+    PREDICTORS,
+    PredictionRequest,
+    PredictorAddress,
+    addresses,
+    merged,
+)
+from scheduler_core.prediction.prompt_text import Message, PartTokens, PromptForm, messages_of
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
     from predictors.client import ClientSettings, SyncPredictor
+    from predictors.runtime import ArtifactRuntime
     from predictors.tiny import TinyPredictor
 
 log = logging.getLogger(__name__)
 
 #: Maximum number of unknown models that a predictor warns of.
 _MAX_WARNINGS = 16
+#: The predictor of both, length and urgency.
+DEFAULT_PREDICTOR = "pretrained+urgency"
+#: Predicts requests, each with all heads of one artifact.
+Predict = Callable[[Sequence[PredictionRequest]], Sequence[Prediction]]
 #: A text; messages of any chat API, as mappings or objects with role and content; or the body of a request with its options.
 Prompt = str | Sequence[Mapping[str, object] | object] | Mapping[str, object]
 
@@ -48,13 +59,14 @@ class LengthPredictor:
 
     def __init__(
         self,
-        predict: Callable[[Sequence[PredictionRequest]], Sequence[Prediction]],
+        predict: Predict,
         describe: Callable[[], Any],
         learner: LengthCorrection,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self._predict, self._describe, self._close = predict, describe, close
         self._learner = learner
+        self._others: list[Predict] = []
         self._unknown_models: set[str] = set()
 
     @cached_property
@@ -93,16 +105,19 @@ class LengthPredictor:
         temperature: float | None = None,
         tenant: str = "",
     ) -> OutputLength:
-        """The output length of a prompt, corrected by the lengths that were observed; arguments and errors as in
-        `tailcast.predict`. What is observed for one `tenant` does not change the predictions of others."""
+        """The output length of a prompt, corrected by the lengths that were observed, and its urgency; arguments and errors
+        as in `tailcast.predict`. What is observed for one `tenant` does not change the predictions of others."""
         body = read_request(prompt) if isinstance(prompt, Mapping) else ApiRequest()
         limit = next((each for each in (max_tokens, body.max_tokens) if each is not None), DEFAULT_MAX_TOKENS)
         temperature = body.temperature if temperature is None else temperature
-        [length] = self.predictions([self.text(prompt)], [model or body.model], [temperature], tenant)
-        one = replace(body, num_outputs=1).prediction(Prediction(length=length), limit)
+        messages = () if isinstance(prompt, str | Mapping) else messages_of(prompt)
+        [prediction] = self.predictions(
+            [self.text(prompt)], [model or body.model], [temperature], tenant, [messages or body.conversation]
+        )
+        one = replace(body, num_outputs=1).prediction(prediction, limit)
         assert one is not None
         assert one.length is not None
-        return OutputLength(one.length, limit)
+        return OutputLength(one.length, limit, one.urgency)
 
     def observe(
         self,
@@ -157,8 +172,10 @@ class LengthPredictor:
         models: Sequence[str | None],
         temperatures: Sequence[float | None],
         tenant: str = "",
-    ) -> list[LengthPrediction]:
-        """Predictions of N texts with their models and temperatures; errors as in `predict`."""
+        conversations: Sequence[tuple[Message, ...]] = (),
+    ) -> list[Prediction]:
+        """Predictions of N texts with their models and temperatures; errors as in `predict`. `conversations` [N] are the
+        messages of the texts, from which a joined artifact reads its own text (empty: the texts)."""
         requests = [  # without ids, so that a service does not wait for their lengths
             PredictionRequest("", text, DEFAULT_MAX_TOKENS, model or "", temperature, tenant)
             for text, model, temperature in zip(texts, models, temperatures, strict=True)
@@ -166,7 +183,13 @@ class LengthPredictor:
         lengths = self._lengths(requests)
         for model in filter(None, models):
             self._warn(model)
-        return [self._learner.corrected(*pair) for pair in zip(requests, lengths, strict=True)]
+        corrected = map(self._learner.corrected, requests, lengths)
+        predictions = [Prediction(length=length) for length in corrected]
+        if conversations:
+            pairs = zip(requests, conversations, strict=True)
+            requests = [replace(request, messages=messages) for request, messages in pairs]
+        columns = [predict(requests) for predict in self._others]
+        return [merged(row) for row in zip(predictions, *columns, strict=True)]
 
     def _lengths(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
         """Uncorrected predictions."""
@@ -190,6 +213,10 @@ class LengthPredictor:
             "model %r is none of the %d served models of the predictor and is predicted as an unknown one%s"
         )
         log.warning(text, model, len(served_models), suggestion(model, served_models))
+
+    def join(self, artifact: str | Path) -> None:
+        """Adds the heads of another artifact in this process, such as urgency, to the predictions; raises as `load`."""
+        self._others.append(_predict_with(_open(artifact)))
 
     def close(self) -> None:
         """Closes connections, if any."""
@@ -268,29 +295,42 @@ def _without_length(artifact: Any) -> InputError:
     return InputError("predictor", artifact.artifact_id, allowed)
 
 
-def load(artifact: str | Path = "pretrained") -> LengthPredictor:
-    """Returns a predictor that runs an artifact in this process; needs the extra `predict`.
+def load(artifact: str | Path = DEFAULT_PREDICTOR) -> LengthPredictor:
+    """Returns a predictor that runs artifacts in this process; needs the extra `predict`.
 
     Args:
-        artifact: "pretrained" or "tiny" (shipped with tailcast), or an artifact folder.
+        artifact: "pretrained" or "tiny" (shipped with tailcast), or an artifact folder; or one of these and others with
+            further heads, joined by "+". The default also predicts urgency.
 
     Raises:
-        InputError: The artifact is missing or invalid, or has no length head.
+        InputError: An artifact is missing or invalid, or the first one has no length head.
     """
+    first, *others = [artifact] if isinstance(artifact, Path) else addresses(artifact)
+    runtime = _open(first)
+    predictor = LengthPredictor(_predict_with(runtime), lambda: runtime.artifact.manifest, LocalCorrection())
+    assert predictor._artifact
+    for other in others:
+        predictor.join(other)
+    return predictor
+
+
+def _open(artifact: str | Path) -> ArtifactRuntime:
     try:
         from predictors.runtime import open_runtime
 
-        runtime = open_runtime(artifact)
+        return open_runtime(artifact)
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "a package", "predict") from error
 
+
+def _predict_with(runtime: ArtifactRuntime) -> Predict:
+    form = runtime.artifact.manifest.form
+
     def predict(requests: Sequence[PredictionRequest]) -> list[Prediction]:
-        rows = [(each.prompt, each.served_model or None, each.temperature) for each in requests]
+        rows = [(each.text(form), each.served_model or None, each.temperature) for each in requests]
         return [runtime.prediction(row) for row in runtime.predict(*zip(*rows, strict=True)).rows()]
 
-    predictor = LengthPredictor(predict, lambda: runtime.artifact.manifest, LocalCorrection())
-    assert predictor._artifact
-    return predictor
+    return predict
 
 
 def connect(address: str, settings: ClientSettings | None = None) -> LengthPredictor:
@@ -307,11 +347,15 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:
-    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT."""
-    scheme, target = PredictorAddress.of(predictor)
+    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT, and artifacts joined by "+"."""
+    first, *others = addresses(predictor)
+    scheme, target = PredictorAddress.of(first)
     if scheme not in ("grpc", "local"):
         raise InputError("predictor", predictor, PREDICTORS)
-    return connect(target) if scheme == "grpc" else load(target)
+    opened = connect(target) if scheme == "grpc" else load(target)
+    for other in others:
+        opened.join(other)
+    return opened
 
 
 _opened = lru_cache(maxsize=4)(open_length_predictor)
@@ -323,9 +367,9 @@ def predict(
     max_tokens: int | None = None,
     model: str | None = None,
     temperature: float | None = None,
-    predictor: str = "pretrained",
+    predictor: str = DEFAULT_PREDICTOR,
 ) -> OutputLength:
-    """Predicts the output length of a prompt, without running the LLM.
+    """Predicts the output length and the urgency of a prompt, without running the LLM.
 
     Args:
         prompt: Prompt text, or a list of messages as in a request of any chat API: of any roles, with tool calls, images and
@@ -335,7 +379,8 @@ def predict(
         max_tokens: Maximum number of output tokens; None: `scheduler_core.prediction.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
         temperature: Sampling temperature of the LLM, >= 0; None: unknown.
-        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; stays open for later calls.
+        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT, and artifacts with other heads joined by
+            "+"; stays open for later calls.
 
     Raises:
         InputError: The prompt is empty or invalid, or the model or temperature is not supported.

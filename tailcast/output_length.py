@@ -1,4 +1,4 @@
-"""The predicted output length of one prompt: statistics, a text chart, a figure."""
+"""The predicted output length of one prompt, and its urgency: statistics, a text chart, a figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
+from scheduler_core.prediction.urgency import LEVELS
 
 _NUM_BARS = 8
 _BAR_CHARS = 32
@@ -26,10 +27,12 @@ class OutputLength:
     Attributes:
         prediction: Parameters of the log-t distribution of X, and their artifact.
         max_tokens: Maximum number of output tokens, >= 1; without a limit the expectation is infinite.
+        urgency: Predicted urgency of the request; None if the predictor does not predict it.
     """
 
     prediction: LengthPrediction
     max_tokens: int = DEFAULT_MAX_TOKENS
+    urgency: UrgencyPrediction | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < math.inf:
@@ -87,7 +90,7 @@ class OutputLength:
             f"{name:>15} {'█' * round(_BAR_CHARS * probability / largest):<{_BAR_CHARS}} {probability:4.0%}"
             for name, probability in bins
         ]
-        return "\n".join([self._summary(), *bars])
+        return "\n".join([self._summary(), *bars, *self._urgency_lines()])
 
     def _repr_html_(self) -> str:
         bins = self.bins()
@@ -97,7 +100,19 @@ class OutputLength:
             f'#0072B2;height:0.8em;width:{200 * probability / largest:.0f}px"></div></td><td>{probability:.0%}</td></tr>'
             for name, probability in bins
         ]
-        return f"<div>{html.escape(self._summary())}<table>{''.join(rows)}</table></div>"
+        urgency = "".join(map(html.escape, self._urgency_lines()))
+        return f"<div>{html.escape(self._summary())}<table>{''.join(rows)}</table>{urgency}</div>"
+
+    def _urgency_lines(self) -> list[str]:
+        urgency = self.urgency
+        if urgency is None:
+            return []
+        probability = max(urgency.probabilities)
+        names = LEVELS if len(urgency.probabilities) == len(LEVELS) else range(len(urgency.probabilities))
+        if urgency.abstains:
+            likely = f"most likely {names[urgency.level]}, {probability:.0%}"
+            return [f"urgency: uncertain, the declared tier counts ({likely})"]
+        return [f"urgency: {names[urgency.level]} (level {urgency.level}, {probability:.0%})"]
 
     def _summary(self) -> str:
         numbers = f"median {self.median:.0f}, P90 {self.quantile(0.9):.0f}"

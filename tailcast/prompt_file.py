@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.api_request import MAX_TOKENS, ApiRequest, integer, read_request
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file
 from scheduler_core.shell.json_text import from_json
@@ -83,7 +83,8 @@ def predict_file(
     `report_left_out`.
 
     Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens,
-    expected_tokens (truncated at max_tokens), artifact_id, artifact_version. InputError if no row is valid.
+    expected_tokens (truncated at max_tokens), artifact_id, artifact_version; with a predictor of urgency also urgency_level
+    (null if it abstains) and urgency_probability. InputError if no row is valid.
 
     Args:
         defaults: Model, max_tokens and temperature of rows without their own.
@@ -163,7 +164,12 @@ def _predictions(
     """Predictions of the valid rows; if the predictor rejects a batch, predicts its rows one by one."""
     try:
         texts, models = [row.text for row in rows], [row.request.model or None for row in rows]
-        lengths = predictor.predictions(texts, models, [row.request.temperature for row in rows])
+        predictions = predictor.predictions(
+            texts,
+            models,
+            [row.request.temperature for row in rows],
+            conversations=[row.request.conversation for row in rows],
+        )
     except TailcastError as error:
         if getattr(error, "code", None) not in (None, "INVALID_ARGUMENT"):
             raise  # a failure of the service, not of a row
@@ -173,17 +179,17 @@ def _predictions(
         else:
             bad.add(rows[0].number, error)
         return
-    for row, length in zip(rows, lengths, strict=True):
+    for row, prediction in zip(rows, predictions, strict=True):
         max_tokens = row.request.max_tokens or DEFAULT_MAX_TOKENS
-        requested = row.request.prediction(Prediction(length=length), max_tokens)
+        requested = row.request.prediction(prediction, max_tokens)
         assert requested is not None
         assert requested.length is not None
-        yield row, OutputLength(requested.length, max_tokens)
+        yield row, OutputLength(requested.length, max_tokens, requested.urgency)
 
 
 def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:
-    prediction = length.prediction
-    return {
+    prediction, urgency = length.prediction, length.urgency
+    columns = {
         "row": row.number,
         "request_id": row.request_id,
         "model": row.request.model or None,
@@ -198,3 +204,7 @@ def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:
         "artifact_id": prediction.artifact_id,
         "artifact_version": prediction.artifact_version,
     }
+    if urgency is not None:
+        columns["urgency_level"] = None if urgency.abstains else urgency.level
+        columns["urgency_probability"] = max(urgency.probabilities)
+    return columns

@@ -35,7 +35,7 @@ class ImportUrgencyConfig:
     overwrite: bool = False
     """Replace files at the outputs."""
     sources: str = "llm,quiet"
-    """Sources, separated by commas: llm, quiet and triage (built in), labels=FILE (Parquet with columns text and level, or text and label with --levels). If several sources have the same text, the label of the first one is used."""
+    """Sources, separated by commas: llm, quiet, extra (training only) and triage (built in), labels=FILE (Parquet with columns text and level, or text and label with --levels). If several sources have the same text, the label of the first one is used."""
     splits: str = "train,validation,test"
     """Splits to write, separated by commas; the split of a text is determined by its hash."""
     levels: str = ""

@@ -4,6 +4,7 @@
 |---|---|
 | emergency, interactive, standard, batch, background | LLM requests of that level |
 | quiet | calmly worded emergencies |
+| extra | more requests of all levels, most of them not in English; for training only |
 | triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; fictitious, not from real patients |
 | adversarial | pairs of a text, and the same text with a claim of urgency |
 | claims | claims of urgency for training; disjoint from `adversarial` |
@@ -26,7 +27,12 @@ from data_gen.urgency.labels import LabeledText
 from scheduler_core.prediction.urgency import LEVELS
 
 # Part of the seed set -> its files.
-PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage": ("triage",)}
+PARTS: dict[str, tuple[str, ...]] = {
+    "llm": LEVELS,
+    "quiet": ("quiet",),
+    "extra": ("extra",),
+    "triage": ("triage",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,7 @@ class Phrase:
 
 
 def seed_rows(part: str) -> list[dict[str, Any]]:
-    """All texts of a part of `PARTS` in a fixed order: id, text, level, domain, language, rationale and split."""
+    """All texts of a part of `PARTS` in a fixed order: id, text, level, language, split; except in extra, domain and rationale."""
     return [row for name in PARTS[part] for row in _rows(name)]
 
 

@@ -88,8 +88,9 @@ def conversation_of(dataset: str, prompt: str, model: str, system_prompt: str | 
 
 def _conversation(messages: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> Conversation:
     """The messages that have a text, after the options in OpenAI's names."""
-    body = {"messages": [{"role": role, "content": text} for role, text in messages if text]}
-    return read_request(body | options).conversation
+    body: dict[str, Any] = dict(options)
+    body["messages"] = [{"role": role, "content": text} for role, text in messages if text]
+    return read_request(body).conversation
 
 
 def is_bare(messages: Conversation) -> bool:

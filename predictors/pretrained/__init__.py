@@ -1,4 +1,4 @@
-"""The artifacts shipped with tailcast: the predictors `pretrained` and `tiny` of all commands.
+"""The artifacts shipped with tailcast: the predictors `pretrained`, `tiny` and `urgency` of all commands.
 
 `SHA256SUMS`, in the format of sha256sum, pins their manifests, which pin all other files.
 """
@@ -12,10 +12,11 @@ from scheduler_core.prediction.predictor import SHIPPED
 from scheduler_core.shell.files import sha256_file
 
 #: Names of these artifacts, accepted wherever an artifact folder is.
-PRETRAINED, TINY = SHIPPED
+PRETRAINED, TINY, URGENCY = SHIPPED
 FOLDERS = {
     PRETRAINED: Path(__file__).parent / "tailcast-minilm",
     TINY: Path(__file__).parent / "tailcast-tiny",
+    URGENCY: Path(__file__).parent / "tailcast-urgency",
 }
 _MANIFEST, _SUMS = "manifest.json", "SHA256SUMS"
 #: File of a checkpoint that an artifact does not have.

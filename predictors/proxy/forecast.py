@@ -116,7 +116,7 @@ class Forecaster:
         """The forecaster for new options, ready to use; this one if there is no change. A service is not queried again, a
         folder is loaded again for its new version. TailcastError if it cannot be loaded or reached."""
         is_same = (predictor, deadline_s) == (self._name, self.deadline_s)
-        if is_same and (predictor is None or PredictorAddress.of(predictor).scheme != "local"):
+        if is_same and (predictor is None or PredictorAddress.of(predictor).scheme not in ("local", "joint")):
             return self
         successor = await asyncio.to_thread(Forecaster, predictor, self._field, deadline_s)
         try:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib import metadata
 from itertools import islice
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictions import HEADS, Prediction
 from scheduler_core.prediction.prompt_text import Message, PromptForm
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
 #: The predictors that come with tailcast.
-SHIPPED = ("pretrained", "tiny")
+SHIPPED = ("pretrained", "tiny", "urgency")
 #: Accepted addresses of predictors, for help texts and error messages.
-PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
+PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT; joined by + for further heads, as in pretrained+urgency"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,20 @@ class Predictor(ABC):
 
 class PredictorAddress(NamedTuple):
     """An address in parts. `scheme` is "local" for an artifact (`target`: a name in `SHIPPED` or a folder), "grpc" for a
-    service (HOST:PORT), or the name of an entry point of another package."""
+    service (HOST:PORT), "joint" for several addresses, or the name of an entry point of another package."""
 
     scheme: str
     target: str
 
     @classmethod
     def of(cls, predictor: str, field: str = "predictor", *, others: str = "") -> Self:
-        """The parts of "pretrained", "tiny", the path of a folder, or SCHEME://TARGET.
+        """The parts of a name in `SHIPPED`, the path of a folder, SCHEME://TARGET, or several of these joined by "+".
 
         InputError about `field` if the target is empty, or there is no such folder; `others` are further values
         of the field, for its message.
         """
+        if len(addresses(predictor)) > 1:
+            return cls("joint", predictor)
         scheme, separator, target = predictor.partition("://")
         if not separator:
             scheme, target = "local", predictor
@@ -99,12 +101,57 @@ class PredictorAddress(NamedTuple):
         return cls(scheme, target)
 
 
+def addresses(predictor: str) -> list[str]:
+    """The addresses of "A+B", or the single one of a predictor: an existing folder may have a "+" in its name."""
+    parts = predictor.split("+")
+    if len(parts) == 1 or Path(predictor).is_dir():
+        return [predictor]
+    is_address = ["://" in part or part in SHIPPED or Path(part).is_dir() for part in parts]
+    return parts if all(is_address) else [predictor]
+
+
+def merged(predictions: Sequence[Prediction]) -> Prediction:
+    """The first of several predictions for one request, with the heads that only the others have."""
+    first, *others = predictions
+    for other in others:
+        missing = (name for name in HEADS if getattr(first, name) is None)
+        first = replace(first, **{name: getattr(other, name) for name in missing})
+    return first
+
+
+class JointPredictor(Predictor):
+    """Queries several predictors at the same time and merges their heads, such as length and urgency (see `merged`). It
+    fails if one of them fails."""
+
+    def __init__(self, predictors: Sequence[Predictor]) -> None:
+        self.predictors = tuple(predictors)
+
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> Sequence[Prediction]:
+        calls = (each.predict(requests, timeout_s=timeout_s) for each in self.predictors)
+        return [merged(row) for row in zip(*await asyncio.gather(*calls), strict=True)]
+
+    async def load(self) -> str:
+        return "+".join([await each.load() for each in self.predictors])
+
+    @property
+    def is_connected(self) -> bool:
+        return all(each.is_connected for each in self.predictors)
+
+    async def close(self) -> None:
+        for each in self.predictors:
+            await each.close()
+
+
 def open_predictor(predictor: str, field: str = "predictor") -> Predictor:
     """Creates a predictor from its address (see `PredictorAddress.of`), without connecting or loading a graph.
 
     Calls the entry point of the group "tailcast.predictors" that is named like the scheme (or like the shipped
     predictor, if it has its own), with the target. InputError if there is none; raises as `PredictorAddress.of`.
     """
+    if len(parts := addresses(predictor)) > 1:
+        return JointPredictor([open_predictor(part, field) for part in parts])
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, target = PredictorAddress.of(predictor, field)
     point = points.get(target if target in SHIPPED and target in points else scheme)

@@ -17,18 +17,18 @@ from scheduler_core.errors import InputError
 LEVELS = ("emergency", "interactive", "standard", "batch", "background")
 # Cost of serving a request one level too late, relative to one level too early.
 UNDER_TRIAGE_COST = 3.0
-# Without a threshold, predictors abstain if the highest probability is below this multiple of a uniform one's.
+# Predictors abstain at least if the highest probability is below this multiple of a uniform one's.
 NEAR_UNIFORM = 1.25
 
 
 def abstains(probabilities: ArrayLike, threshold: float | None) -> NDArray[np.bool_]:
     """Whether a prediction says too little to be used, so that the declared tier counts instead: [N], or one value.
 
-    `probabilities` are [N, K] or [K]. It is if the highest one is below `threshold`, from 0 (never) to 1 (always, even
-    if a probability is rounded to 1). None: only if it is nearly uniform, the highest below NEAR_UNIFORM / K.
+    `probabilities` are [N, K] or [K]. It is if they are nearly uniform, the highest below NEAR_UNIFORM / K, whatever the
+    threshold, or if the highest one is below `threshold` (None: 0; 1: always, even if a probability is rounded to 1).
     """
     rows = np.asarray(probabilities, dtype=np.float64)
-    lowest = NEAR_UNIFORM / rows.shape[-1] if threshold is None else threshold
+    lowest = max(threshold or 0.0, NEAR_UNIFORM / rows.shape[-1])
     return np.asarray((rows.max(axis=-1) < lowest) | (lowest >= 1))
 
 

@@ -1,4 +1,4 @@
-"""Command `tailcast predict`: predicts output lengths, of a prompt as text or of a file as a table."""
+"""Command `tailcast predict`: predicts output lengths and urgency, of a prompt as text or of a file as a table."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """Predict the output length of a prompt, or of each prompt of a file, without running an LLM."""
+    """Predict the output length and the urgency of a prompt, or of each prompt of a file, without running an LLM."""
 
     INPUTS = ("data", "predictor")
     OUTPUTS = ("out",)
 
     prompt: str | None = None
     """Prompt text, or the JSON body of an API request: messages, tools, response_format, ...; set either this or data."""
-    predictor: str = "pretrained"
-    """pretrained or tiny (shipped), an artifact folder, or grpc://HOST:PORT of serve-predictor."""
+    predictor: str = "pretrained+urgency"
+    """pretrained or tiny (shipped), an artifact folder, or grpc://HOST:PORT of serve-predictor; artifacts with other heads, such as urgency, are joined by +."""
     model: str | None = None
     """Name of the LLM; default: unknown. Rows of data can override it."""
     max_tokens: int | None = None

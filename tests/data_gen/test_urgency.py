@@ -168,7 +168,14 @@ def test_ids_are_unique_and_no_two_texts_nearly_the_same() -> None:
     assert [text for text in texts if not index.add(normalized(text))] == []
 
 
-@pytest.mark.parametrize("part", list(seed_set.PARTS))
+def test_extra_texts_are_for_training_alone() -> None:
+    counts = Counter(seed["level"] for seed in ALL["extra"])
+    assert set(counts) == set(LEVELS)
+    assert {seed["split"] for seed in ALL["extra"]} == {"train"}
+    assert sum(seed["language"] != "en" for seed in ALL["extra"]) > 250
+
+
+@pytest.mark.parametrize("part", sorted(set(seed_set.PARTS) - {"extra"}))
 def test_splits_are_the_hash_of_the_text_and_every_level_is_in_each(part: str) -> None:
     by_stratum: Counter[tuple[str, str]] = Counter()
     for seed in ALL[part]:

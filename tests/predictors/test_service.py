@@ -436,16 +436,16 @@ def test_urgency_abstains_below_the_threshold_and_decides_the_effective_level(ri
         ([0.25, 0.5, 0.25], 0.6, None, 1, True, None),
         ([0.25, 0.5, 0.25], 0.5, None, 1, False, None),
         ([0.0, 1.0, 0.0], 1.0, None, 1, True, None),
-        ([0.4, 0.4, 0.2], 0.3, None, 0, False, None),
+        ([0.45, 0.45, 0.1], 0.3, None, 0, False, None),
         # At most one level more urgent than declared, never less urgent.
         ([0.7, 0.2, 0.1], None, 2, 0, False, 1),
         ([0.1, 0.1, 0.8], None, 0, 2, False, 0),
         # Abstaining leaves the declared tier.
         ([0.7, 0.2, 0.1], 0.8, 2, 0, True, 2),
         ([0.7, 0.2, 0.1], 0.7, 2, 0, False, 1),
-        # Nearly uniform: it abstains without a threshold, too.
+        # Nearly uniform: it abstains whatever the threshold.
         ([0.4, 0.3, 0.3], None, 2, 0, True, 2),
-        ([0.4, 0.3, 0.3], 0.0, 2, 0, False, 1),
+        ([0.4, 0.3, 0.3], 0.0, 2, 0, True, 2),
         # In half precision a softmax has a sum of nearly 1.
         ([0.7003, 0.2, 0.1], None, 2, 0, False, 1),
     ):

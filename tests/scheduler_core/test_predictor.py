@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction import predictor as predictors
-from scheduler_core.prediction.predictions import LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.prediction.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.records import RequestRecord
@@ -79,6 +80,43 @@ def test_a_scheme_selects_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_unknown_predictor_is_refused_with_what_is_allowed(spelling: str) -> None:
     with pytest.raises(InputError, match="pretrained, tiny, an artifact folder, or grpc://HOST:PORT"):
         open_predictor(spelling)
+
+
+class OfUrgency(Addressed):
+    """A predictor of urgency; its own length must not replace that of the first predictor."""
+
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> Sequence[Prediction]:
+        if requests[0].prompt == "unclear":
+            raise TailcastError("no urgency")
+        urgency = UrgencyPrediction((0.8, 0.2))
+        return [Prediction(urgency=urgency, length=LengthPrediction(9.0, 1.0, 3.5), prompt_tokens=7)] * len(
+            requests
+        )
+
+
+async def test_joined_predictors_give_the_heads_of_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    points = [
+        metadata.EntryPoint(name, f"{__name__}:{kind}", "tailcast.predictors")
+        for name, kind in (("fake", "Addressed"), ("level", "OfUrgency"))
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: points)
+    joint = open_predictor("fake://a:1+level://b:2")
+    [prediction] = await joint.predict([PredictionRequest("a", "good", 100)])
+    assert prediction.length == PREDICTION.length
+    assert prediction.urgency == UrgencyPrediction((0.8, 0.2))
+    assert prediction.prompt_tokens is None
+    with pytest.raises(TailcastError, match="no urgency"):
+        await joint.predict([PredictionRequest("b", "unclear", 100)])
+    await joint.close()
+    assert all(part.closed for part in joint.predictors)  # type: ignore[attr-defined]
+    folder = tmp_path / "tiny+urgency"
+    folder.mkdir()
+    assert predictors.addresses(str(folder)) == [str(folder)]
+    assert predictors.PredictorAddress.of(f"tiny+{folder.parent}").scheme == "joint"
 
 
 @pytest.mark.parametrize("max_batch", [1, 4])

@@ -18,7 +18,7 @@ from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead, UrgencyHead
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.urgency import LEVELS
+from scheduler_core.prediction.urgency import LEVELS, NEAR_UNIFORM
 from tests.training.checkpoints import TOWER, predictor
 from tests.training.data import assert_refused
 from tests.training.tiny import tiny_bert
@@ -110,7 +110,7 @@ def test_a_chosen_threshold_keeps_its_rates_as_often_as_promised():
 def test_perfect_predictions_never_abstain_and_hopeless_or_few_ones_always():
     true = np.tile(np.arange(K), 40)
     perfect = choose_threshold(np.eye(K)[true], true)
-    assert perfect.threshold == 0
+    assert perfect.threshold == NEAR_UNIFORM / K
     assert (perfect.num_answered, perfect.num_failures) == (len(true), 0)
     hopeless = choose_threshold(np.eye(K)[np.full(len(true), 4)], true)
     assert (hopeless.threshold, hopeless.num_answered, hopeless.bound) == (1, 0, None)
@@ -121,7 +121,7 @@ def test_claims_that_are_half_believed_raise_the_threshold():
     true, tiers = np.tile(np.arange(K), 60), np.tile(np.arange(1, K), 30)
     rows, top = sure(true, 0.95), np.zeros_like(tiers)
     claims = ClaimRows(plain=sure(tiers, 0.95), claimed=sure(top, 0.6), tiers=tiers)
-    assert choose_threshold(rows, true).threshold == 0
+    assert choose_threshold(rows, true).threshold == NEAR_UNIFORM / K
     certified = choose_threshold(rows, true, claims=claims)
     assert certified.threshold == 0.61
     assert (certified.jumps["num_jumps"], certified.jumps["num_pairs"]) == (0, len(tiers))
@@ -281,7 +281,7 @@ def test_what_is_scheduled_is_limited_and_abstains():
 
     report = evaluate_urgency(oracle, texts, validation, read_pairs("test"), options)
     assert report["predicted"]["accuracy"]["value"] == 1
-    assert report["abstention"]["threshold"] == 0
+    assert report["abstention"]["threshold"] == NEAR_UNIFORM / K
     assert report["abstention"]["answered"]["value"] == 1
     assert report["abstention"]["wrong"]["value"] == 0
     assert {name: part["cases"] for name, part in report["abstention"]["right_by_decided_level"].items()} == {

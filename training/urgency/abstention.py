@@ -12,6 +12,7 @@ scheduled level more urgent. It is certified if both tests pass, each at the ful
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +22,12 @@ from numpy.typing import NDArray
 
 from data_gen.urgency.seed_set import ClaimPair
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.urgency import UNDER_TRIAGE_COST, effective_level, expected_cost_levels
+from scheduler_core.prediction.urgency import (
+    NEAR_UNIFORM,
+    UNDER_TRIAGE_COST,
+    effective_level,
+    expected_cost_levels,
+)
 from training.urgency.metrics import upper_bound
 
 #: N texts -> probabilities [N, K], the most urgent level first.
@@ -130,9 +136,12 @@ def choose_threshold(
     confidence = probabilities.max(axis=1)
     failed = failures(probabilities, true, risk, under_triage_cost)
     chain_delta = delta / len(CHAIN_STARTS)
+    lowest = math.ceil(
+        NEAR_UNIFORM / probabilities.shape[1] / STEP
+    )  # predictors abstain below, whatever the threshold
     best: tuple[float, float | None, dict[str, Any] | None] = (1.0, None, None)
     for start in CHAIN_STARTS:
-        for step in range(round(start / STEP), -1, -1):
+        for step in range(round(start / STEP), lowest - 1, -1):
             threshold = round(step * STEP, 10)
             answered = confidence >= threshold
             bound = upper_bound(int(failed[answered].sum()), int(answered.sum()), chain_delta)

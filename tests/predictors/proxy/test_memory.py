@@ -119,3 +119,18 @@ async def test_off_means_off() -> None:
         await send(proxy, range(3))
         assert priorities(fake) == [body["priority"] for body in fake.bodies[:3]]
         assert await proxy.metric("tailcast_proxy_calibration_remembered") == 0
+
+
+@pytest.mark.parametrize("predictor", ["tiny", "tiny+urgency"])
+async def test_the_shipped_urgency_predictor_orders_requests_in_the_proxy(predictor: str) -> None:
+    """Without it all requests have the level of the declared tier."""
+    nobody_waits = "Reindex the archive of old papers some time this month; nobody waits for it."
+    emergency = "Gas smell in the kitchen and my wife passed out"
+    async with running_engine(fake_engine.plain) as fake:
+        options = {"engine": "vllm", "policy": "semantic", "predictor": predictor}
+        options |= {"policy_parameters": {"max_promotion": 5}}
+        async with running_proxy(fake.url, **options) as proxy:
+            for prompt in (nobody_waits, emergency):
+                assert (await proxy.post(chat(prompt), {}))[0] == 200
+    lenient, urgent = priorities(fake, 2)
+    assert (urgent < lenient) == (predictor == "tiny+urgency")

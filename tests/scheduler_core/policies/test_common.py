@@ -140,8 +140,8 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
         (3, (0.4, 0.3, 0.1, 0.1, 0.1), None, 1, 2),
         (3, FLAT, None, 1, 3),  # says nothing: abstains without a threshold, too
         (3, FLAT, None, math.inf, 3),
-        (3, FLAT, 0.0, 1, 2),  # never abstains
-        (3, FLAT, 0.0, math.inf, 0),
+        (3, FLAT, 0.0, 1, 3),
+        (3, FLAT, 0.0, math.inf, 3),
         (3, SURE, 1.0, 1, 3),  # always abstains
         (3, SURE, None, 2, 1),
         (1, SURE[::-1], None, 1, 1),  # no text lowers its own request
@@ -172,6 +172,18 @@ def test_unlimited_trust_is_the_papers_level() -> None:
     ]
     assert [make_policy("hpjf", {"max_promotion": K}).key(state, 0.0) for state in states] == [2.0, 4.0]
     assert int(expected_cost_levels(LIKELY_2)) == 1
+
+
+@pytest.mark.mend
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2, 0.7])
+def test_a_nearly_uniform_output_is_an_abstention_whatever_the_threshold(threshold: float | None) -> None:
+    """A threshold below that of a nearly uniform output let it raise requests towards level 0."""
+    urgency = UrgencyPrediction(FLAT, threshold)
+    assert urgency.abstains
+    assert [urgency.effective_level(tier, promotion) for tier in range(K) for promotion in (1, K)] == [
+        tier for tier in range(K) for _ in range(2)
+    ]
+    assert not UrgencyPrediction(LIKELY_2, None).abstains
 
 
 @given(
