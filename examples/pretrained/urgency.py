@@ -31,7 +31,7 @@ from predictors.pretrained import FOLDERS, PRETRAINED, URGENCY, pin
 from predictors.runtime import open_runtime
 from scheduler_core.prediction.urgency import LEVELS, abstains, expected_cost_levels
 from scheduler_core.shell.command import command
-from scheduler_core.shell.files import atomic_directory, shared_folder
+from scheduler_core.shell.files import RECORD, atomic_directory, shared_folder
 from training.urgency.abstention import Predict
 from training.urgency.evaluation import cell_of, open_urgency
 
@@ -150,12 +150,13 @@ def urgency(config: UrgencyRecipeConfig) -> None:
     content = json.loads(evaluation.read_text(encoding="utf-8"))
     manifest = open_artifact(artifact).manifest
     threshold = content["abstention"]["threshold"]
-    write_manifest(artifact, manifest.model_copy(update={"abstain_threshold": threshold}))
+    if manifest.abstain_threshold != threshold:
+        write_manifest(artifact, manifest.model_copy(update={"abstain_threshold": threshold}))
     (out / "URGENCY.md").write_text(card(artifact, content, texts["all"], config.data), encoding="utf-8")
     if config.install and config.encoder == "minilm":
         target = FOLDERS[URGENCY]
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(artifact, target)
+        shutil.copytree(artifact, target, ignore=shutil.ignore_patterns(RECORD))
         shutil.copy(out / "URGENCY.md", target.parent)
         pin(target)
     sys.stdout.write(f"{artifact}: {', '.join(f'{name} {cell_of(name, content)}' for name in SHOWN)}\n")

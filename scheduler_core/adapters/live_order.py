@@ -134,9 +134,8 @@ class LiveOrder:
         self.policy = policy
         self.engine: LiveEngine = engine or UnknownEngine()
         self._reads_cached = policy.reads("cached")
-        #: None if the policy does not implement it, to avoid a call for every token of every request.
-        is_unused = getattr(type(policy), "on_tokens", None) is Policy.on_tokens  # a wrapper has none
-        self._on_tokens = None if is_unused else policy.on_tokens
+        # Not called where the policy does not implement it, once for every token of every request; a wrapper has none.
+        self._has_on_tokens = getattr(type(policy), "on_tokens", None) is not Policy.on_tokens
         policy.bind(self.engine)
         self.level = level or (lambda state: 0)
         self.states: dict[str, RequestState] = {}
@@ -240,8 +239,8 @@ class LiveOrder:
             if state.decode_entered_s is None:
                 state.decode_entered_s = now
                 ends_prefill = True
-        if self._on_tokens is not None:
-            self._on_tokens(state, num_tokens, now)
+        if self._has_on_tokens:
+            self.policy.on_tokens(state, num_tokens, now)
         if ends_prefill:
             self.policy.on_prefill_end(state, now)
 

@@ -90,18 +90,19 @@ def test_a_checkpoint_is_whole_again_from_its_trained_weights(encoder: Path, tmp
 @pytest.mark.usefixtures("encoder")
 def test_an_urgency_predictor_that_nothing_is_certified_for_always_abstains(tmp_path: Path) -> None:
     config = UrgencyRecipeConfig(
-        out=str(tmp_path / "urgency"), compare=(), train_options=("--stage2.epochs=1",)
+        out=str(tmp_path / "urgency"), encoder="smollm2", install=False, train_options=("--stage2.epochs=1",)
     )
     urgency(config)
-    runtime = open_runtime(tmp_path / "urgency" / "artifact", provider="cpu")
+    folder = tmp_path / "urgency" / "smollm2" / "float32"
+    runtime = open_runtime(folder, provider="cpu")
     assert runtime.artifact.manifest.heads == ("urgency",)
     assert runtime.artifact.manifest.abstain_threshold == 1.0  # random states
     [first, second] = runtime.predict(["write an essay", "name rivers"]).urgency
     assert first.sum() == pytest.approx(1.0, abs=1e-4)
     assert np.ptp(first - second) > 0
-    made = (tmp_path / "urgency" / "artifact" / "manifest.json").stat().st_mtime_ns
+    made = (folder / "manifest.json").stat().st_mtime_ns
     urgency(config)  # finished steps are kept
-    assert (tmp_path / "urgency" / "artifact" / "manifest.json").stat().st_mtime_ns == made
+    assert (folder / "manifest.json").stat().st_mtime_ns == made
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ PLANNED = {"policy": "uniboost", "batching": "uniboost", "depth": 2}
 HOOKS = [
     *(
         (f"_tailcast_order.policy.{name}", ORDER)
-        for name in ("key", "eviction_key", "on_admit", "on_tokens", "on_finish")
+        for name in ("key", "eviction_key", "on_admit", "on_finish")
     ),
+    ("_tailcast_order.policy.on_tokens", {"policy": "mlfq"}),  # it is called for policies that implement it
     *((f"_tailcast_order.policy.{name}", PLANNED) for name in ("key", "on_preempt", "on_step", "may_admit")),
     *(
         (f"_tailcast_batches.{name}", PLANNED)
@@ -97,8 +98,9 @@ def test_no_hook_takes_the_engine_down(vllm_python: Path, model: Path) -> None: 
 
 @pytest.mark.mend
 def test_order_goes_on_without_predictor_or_calibration(vllm_python: Path, model: Path) -> None:  # noqa: F811
-    settings = {"policy": "ssjf", "batching": "slai", "predictor": "tiny"}
-    cases = [{**settings, "raise": {hook: "boom"}, "after": 3} for _, hook in PARTS]
+    # Enough requests that some still arrive when the predictor has been loaded.
+    settings = {"policy": "ssjf", "batching": "slai", "predictor": "tiny", "num": 600}
+    cases = [{**settings, "raise": {hook: "boom"}, "after": 0} for _, hook in PARTS]
     rows = run(vllm_python, model, cases)
     for (part, _), row in zip(PARTS, rows, strict=True):
         assert not row["failed"], part
