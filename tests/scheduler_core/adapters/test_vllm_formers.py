@@ -22,10 +22,7 @@ RESERVING = ("orca", "quantile_reserve", "rad_prefill_first", "request_level")
 ORDER = {"policy": "trail"}
 PLANNED = {"policy": "uniboost", "batching": "uniboost", "depth": 2}
 HOOKS = [
-    *(
-        (f"_tailcast_order.policy.{name}", ORDER)
-        for name in ("key", "eviction_key", "on_admit", "on_finish")
-    ),
+    *((f"_tailcast_order.policy.{name}", ORDER) for name in ("key", "eviction_key", "on_admit", "on_finish")),
     ("_tailcast_order.policy.on_tokens", {"policy": "mlfq"}),  # it is called for policies that implement it
     *((f"_tailcast_order.policy.{name}", PLANNED) for name in ("key", "on_preempt", "on_step", "may_admit")),
     *(
