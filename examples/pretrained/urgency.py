@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
@@ -26,7 +27,7 @@ from export.variants.build import build_variant
 from predictors.artifact import KIND, open_artifact, write_manifest
 from predictors.manifest import MODEL, NORMALIZATION, TOKENIZER
 from predictors.modules.checkpoint import TOKENIZER_CONFIG
-from predictors.modules.encoder import load_encoder
+from predictors.modules.encoder import load_encoder, load_tokenizer
 from predictors.pretrained import FOLDERS, PRETRAINED, URGENCY, pin
 from predictors.runtime import open_runtime
 from scheduler_core.prediction.urgency import LEVELS, abstains, expected_cost_levels
@@ -45,10 +46,12 @@ TEXTS = {
 }
 #: Two copies of each training text with a claim of urgency, and one with a phrase that claims nothing.
 PHRASES = ("--augment_claims", "2", "--augment_openers", "1")
+#: Maximum number of tokens of a text whose states are standardized.
+MAX_TOKENS = 256
 #: Number of layers of MiniLM, of 6: later ones know less of urgency.
 LAYERS = 3
 #: Encoder -> poolings of its states.
-POOLINGS = {"minilm": ("cls", "mean", "max"), "smollm2": ("mean", "last")}
+POOLINGS = {"minilm": ("mean",), "smollm2": ("mean", "last")}
 #: Number of texts for the scale of a language model's states, and for the ranges of int8.
 NUM_SCALE_TEXTS, NUM_INT8_TEXTS = 150, 128
 #: Columns of the evaluation in the card.
@@ -62,7 +65,7 @@ OTHERS = {
 NUM_OTHERS = 1000
 CARD = """# tailcast-urgency
 
-Predicts the urgency of a request to an LLM from its text: the probabilities of [five levels](../../docs/urgency.md), from emergency to background, and an abstention where they are too uncertain. The first {layers} layers of all-MiniLM-L6-v2, unchanged, and a head with one hidden layer; int8; texts up to {max_length} tokens, the middle of longer ones is dropped. {megabytes:.1f} MB. A prediction takes {milliseconds:.2f} ms of CPU time in the median over the test texts, and one of tailcast-minilm {other_milliseconds:.2f} ms on the same texts. Its name is `urgency`; `pretrained+urgency` predicts length and urgency.
+Predicts the urgency of a request to an LLM from its text: the probabilities of [five levels](../../docs/urgency.md), from emergency to background, and an abstention where they are too uncertain. The first {layers} layers of all-MiniLM-L6-v2, unchanged but for a standardizing last norm, and a head with one hidden layer; int8; texts up to {max_length} tokens, the middle of longer ones is dropped. {megabytes:.1f} MB. A prediction takes {milliseconds:.2f} ms of CPU time in the median over the test texts, and one of tailcast-minilm {other_milliseconds:.2f} ms on the same texts. Its name is `urgency`; `pretrained+urgency` predicts length and urgency.
 
 **This is not a medical device.** Do not use it for decisions about the care of a person.
 
@@ -123,7 +126,7 @@ def urgency(config: UrgencyRecipeConfig) -> None:
     plain = [label.text for label in read_labels(texts["train"]) if not label.claimed]
     if not (out / "encoder").is_dir():
         if config.encoder == "minilm":
-            write_first_layers(out / "encoder")
+            write_first_layers(out / "encoder", plain)
         else:
             write_language_model(out / "encoder", plain[:NUM_SCALE_TEXTS])
     if not (out / "checkpoint").is_dir():
@@ -162,17 +165,30 @@ def urgency(config: UrgencyRecipeConfig) -> None:
     sys.stdout.write(f"{artifact}: {', '.join(f'{name} {cell_of(name, content)}' for name in SHOWN)}\n")
 
 
-def write_first_layers(folder: Path) -> None:
-    """Writes an encoder folder for `train`: the first `LAYERS` layers of all-MiniLM-L6-v2, with line breaks as tokens."""
+def write_first_layers(folder: Path, texts: Sequence[str]) -> None:
+    """Writes an encoder folder for `train`: the first `LAYERS` layers of all-MiniLM-L6-v2, with line breaks as tokens, and
+    with a last norm that gives the mean over a text's tokens mean 0 and standard deviation 1 over the texts."""
     with tempfile.TemporaryDirectory() as temporary, atomic_directory(folder, "encoder") as target:
         source = Path(temporary) / "encoder"
         write_minilm(source, None)
         encoder: Any = load_encoder(str(source))
         del encoder.encoder.layer[LAYERS:]
         encoder.config.num_hidden_layers = LAYERS
+        standardize(encoder, load_tokenizer(str(source)), texts)
         encoder.save_pretrained(str(target))
         for name in (TOKENIZER, TOKENIZER_CONFIG):
             shutil.copyfile(source / name, target / name)
+
+
+def standardize(encoder: Any, tokenizer: Any, texts: Sequence[str]) -> None:
+    """Standardizes the mean state of a text in the last norm of a BERT encoder."""
+    with torch.inference_mode():
+        ids = [tokenizer(text, truncation=True, max_length=MAX_TOKENS, return_tensors="pt") for text in texts]
+        means = torch.stack([encoder(**each).last_hidden_state[0].mean(dim=0) for each in ids])
+    mean, std = means.mean(dim=0), means.std(dim=0)
+    norm = encoder.encoder.layer[-1].output.LayerNorm
+    norm.weight.data /= std
+    norm.bias.data = (norm.bias.data - mean) / std
 
 
 def quantize(artifact: Path, out: Path, texts: Sequence[str]) -> None:
