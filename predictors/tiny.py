@@ -163,11 +163,14 @@ class AsciiTokenizer:
     def __init__(self, path: Path, *, max_length: int, amounts: bool) -> None:
         content = read_json_object(path, "tokenizer")
         split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Removed", "invert": True}
-        model = content["model"]
-        self._is_known = content["normalizer"] is None and content["pre_tokenizer"] == split
-        self._is_known &= content["post_processor"] is None and model["type"] == "WordLevel"
-        self._numbers: Mapping[str, int] = model["vocab"]
-        self._unknown: int = self._numbers[model["unk_token"]]
+        parts = {"normalizer": None, "pre_tokenizer": split, "post_processor": None}
+        model = content.get("model") or {}
+        #: Whether the file is one of `examples.pretrained.tiny`; other tokenizers are left to the package.
+        self._is_known = model.get("type") == "WordLevel" and all(
+            content.get(name) == value for name, value in parts.items()
+        )
+        self._numbers: Mapping[str, int] = model["vocab"] if self._is_known else {}
+        self._unknown = self._numbers.get(model.get("unk_token", ""), 0)
         self._max_length = max_length
         self._amounts = amounts
         self._tokens = re.compile(PATTERN, re.ASCII).findall

@@ -21,8 +21,8 @@ implies: `ln length = (1 - w) mu_teacher + w ln implied`. The implied lengths ar
 
 An upper or lower limit is followed half as a target, and half as a limit of the teacher's length for the request without it.
 "Be brief" and the like multiply the teacher's length for the request without them (`_DETAIL`, assumed). Above about 2,000
-words models write less than they are asked for; `SATURATION` is from what is known of long stories: 10,000 words give 1,500 to
-4,000 tokens.
+words models write less than they are asked for; `SATURATION` is from what is known of long stories: 10,000 words give 1,500
+to 4,000 tokens.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ def conversation_of(dataset: str, prompt: str, model: str, system_prompt: str | 
     if dataset == "ai_independence_bench" and len(messages) > 1:
         messages[0] = (SYSTEM, messages[0][1])
         tools = (_SEND_MESSAGE,) if _SEND_MESSAGE in messages[0][1] else ()
-    elif dataset == "hallucin_pm" and (found := _SYSTEM_AND_USER.fullmatch(prompt)):
-        messages = [(SYSTEM, found[1].strip()), (USER, found[2].strip())]
+    elif dataset == "hallucin_pm" and (match := _SYSTEM_AND_USER.fullmatch(prompt)):
+        messages = [(SYSTEM, match[1].strip()), (USER, match[2].strip())]
     elif dataset == "farel_bench" and len(parts := _QUESTION.split(prompt, maxsplit=1)) == 2:
         messages = [(SYSTEM, parts[0]), (USER, parts[1])]
     if system_prompt is not None:
@@ -101,10 +101,10 @@ def is_bare(messages: Conversation) -> bool:
 def thinking(model: str) -> dict[str, Any]:
     """Reasoning effort and thinking, where the name of a served model in a set says how it was run."""
     name = model.lower()
-    if found := _EFFORT.search(name):
-        return {"reasoning_effort": found[1]}
-    if found := _THINKING.search(name):
-        return {"chat_template_kwargs": {"enable_thinking": not found[1]}}
+    if match := _EFFORT.search(name):
+        return {"reasoning_effort": match[1]}
+    if match := _THINKING.search(name):
+        return {"chat_template_kwargs": {"enable_thinking": not match[1]}}
     return {}
 
 

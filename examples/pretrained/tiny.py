@@ -138,13 +138,13 @@ def tiny(config: TinyConfig) -> None:
     form = teacher.artifact.manifest.form
     composed = composed_prompts(real_requests(files), config.amounts, np.random.default_rng(config.seed))
     amounts = [form.text(prompt.messages) for prompt in composed]
-    known = list(dict.fromkeys([*castillo, *others, *conversation_texts([*files.training], form), *amounts]))
-    prompts = list(dict.fromkeys([*known, *made_up]))
+    texts = list(dict.fromkeys([*castillo, *others, *conversation_texts([*files.training], form), *amounts]))
+    prompts = list(dict.fromkeys([*texts, *made_up]))
     targets = stored_targets(out / "tiny_targets.npz", teacher, prompts, typical_temperatures(files))
     folder = out / NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    make_tokenizer([with_amount(prompt) for prompt in known]).save(str(folder / "tokenizer.json"))
+    make_tokenizer([with_amount(prompt) for prompt in texts]).save(str(folder / "tokenizer.json"))
     tokenizer = PromptTokenizer(
         folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side="middle", amounts=True
     )
@@ -162,7 +162,7 @@ def tiny(config: TinyConfig) -> None:
         form,
     )
     content = calibrated(content, TinyModel(folder / WEIGHTS), held_out, nu)
-    content |= embedding(TinyModel(folder / WEIGHTS), data.tokens[: len(known)])
+    content |= embedding(TinyModel(folder / WEIGHTS), data.tokens[: len(texts)])
     np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
     write_manifest(folder, manifest_of(network, teacher))
     if config.report:

@@ -85,7 +85,9 @@ class PredictorConfig:
         check_ranges(self, max_length=(3, INTEGERS))
         check_model_names(self.served_models)
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
-        assert self.form  # which refuses part_tokens without conversations
+        PromptForm(
+            conversations=self.conversations, part_tokens=self.part_tokens
+        )  # raises if they contradict
         if self.conditioning is not None and self.served_models:
             raise InputError("served_models", self.served_models, "unset, because conditioning has them")
         if self.conditioning is not None and not any(head.is_conditioned for _, head in self.heads.items()):

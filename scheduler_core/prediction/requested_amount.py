@@ -458,8 +458,8 @@ def _number_after(tokens: Sequence[str], *, at_start: bool) -> float | None:
 
 def _form(text: str, words: set[str]) -> str:
     """The first form of text that the prompt asks to write: "write me a short haiku"."""
-    places = [(start, word) for word in words & _FORM_WORDS for start, _ in _places(text, word)]
-    for start, form in sorted(places):
+    positions = [(start, word) for word in words & _FORM_WORDS for start, _ in _places(text, word)]
+    for start, form in sorted(positions):
         for token in reversed(_TOKEN.findall(text[max(0, start - _WINDOW // 2) : start])[-6:]):
             if token in _STOPS or token in BLOCKS:
                 break
