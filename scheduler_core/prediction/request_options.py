@@ -30,41 +30,15 @@ _WORD = re.compile(r"[A-Za-z_]{1,16}")
 #: Effort that switches thinking off.
 _NO_EFFORT = ("none", "off", "false")
 _CONSTRAINTS = {"guided_regex": "regex", "regex": "regex", "guided_grammar": "grammar", "grammar": "grammar", "ebnf": "grammar"}  # fmt: skip
-#: Members that are read.
-_NAMES = frozenset(
-    (
-        *("reasoning", "thinkingConfig", "thinking_config", "chat_template_kwargs", "think", "thinking"),
-        *(
-            "reasoning_effort",
-            "output_config",
-            "thinking_budget",
-            "thinking_token_budget",
-            "enable_thinking",
-            "verbosity",
-        ),
-        *(
-            "text",
-            "response_format",
-            "format",
-            "structured_outputs",
-            "output_format",
-            "guided_choice",
-            "choice",
-        ),
-        *(
-            "responseMimeType",
-            "response_mime_type",
-            "stop",
-            "stop_sequences",
-            "stopSequences",
-            "tools",
-            "functions",
-        ),
-        *("json", "guided_json", "json_schema", "schema", "responseSchema", "responseJsonSchema"),
-        *("guided_regex", "regex", "guided_grammar", "grammar", "ebnf"),
-    )
-)
 _SCHEMAS = ("json", "guided_json", "json_schema", "schema", "responseSchema", "responseJsonSchema")
+#: Members that are read, without those of other members.
+_NAMES = frozenset((
+    *("reasoning", "reasoning_effort", "thinkingConfig", "thinking_config", "thinking", "think", "thinking_budget"),
+    *("thinking_token_budget", "enable_thinking", "chat_template_kwargs", "output_config", "verbosity", "text"),
+    *("response_format", "format", "structured_outputs", "output_format", "guided_choice", "choice"),
+    *("responseMimeType", "response_mime_type", "stop", "stop_sequences", "stopSequences", "tools", "functions"),
+    *(*_SCHEMAS, *_CONSTRAINTS),
+))  # fmt: skip
 
 
 def options_text(

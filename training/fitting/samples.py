@@ -364,7 +364,7 @@ def _group_limits(
 
 
 def with_conversations(table: pa.Table, path: Path, form: PromptForm) -> pa.Table:
-    """Replaces the column `prompt` by the text of the conversation that a predictor of this form reads, for rows with `messages`.
+    """Replaces the column `prompt` by what a predictor of this form reads of the conversation, for rows with `messages`.
 
     Rows without `messages` keep their prompt as a single user message. InputError for a file of fits, which stores only
     the last user message.
