@@ -31,8 +31,8 @@ class OneOrder(BatchFormer):
     3. Requests in memory that are not among the M are paused: they keep their memory and skip this step.
     4. If no request has joined, swap out the one of the largest Phi(v) - swap_token_s n_v and repeat.
 
-    victim = argmax of Phi(v) - swap_token_s n_v over unprotected running v with Phi(r) < Phi(v) - delta; if there is none
-    and r runs, over those at `LAST_RESORT`
+    victim = argmax of Phi(v) - swap_token_s n_v over the unprotected running v after r in the order; if r waits, only those
+    with Phi(r) < Phi(v) - delta (Eq. 7); if there is none and r runs, over those at `LAST_RESORT`
 
     | symbol | meaning | here |
     | --- | --- | --- |
@@ -46,7 +46,8 @@ class OneOrder(BatchFormer):
     (paper: swap).
 
     Differs from the paper: SELECTVICTIM uses priority and swap cost without a formula there; here both are in seconds. The
-    paper has no rule 4, without which a step could stay empty for ever.
+    paper has no rule 4, without which a step could stay empty for ever. As in the paper, a running request needs no lead in Phi
+    to take memory: with one, requests that arrived together fill the memory, and nearly all of them pause.
     Admissions of a step end at the first request that does not fit and has no victim, so that none is
     overtaken because of its size. The policy's own hysteresis is not used.
     """
@@ -80,11 +81,11 @@ class OneOrder(BatchFormer):
         assert pool.evictions is not None, "this former evicts by key"
         ranked = pool.evictions.ranked(self._last, self.hysteresis_s, now)
         later = _Later(pool.policy, ranked, self.swap_token_s, now)
-        decodes, may_admit, kv, ahead_s = batch.own_decodes(), True, pool.kv, self.hysteresis_s
+        decodes, may_admit, kv = batch.own_decodes(), True, pool.kv
         head = self._head(pool, batch, now)
         while batch.budget > 0 and len(batch.prefills) + len(decodes) < pool.max_num_seqs:
             if ranked and (head is None or ranked[-1] < head):
-                _, _, _, key, state = ranked.pop()
+                *_, state = ranked.pop()
                 if state.status is not Status.RUNNING:
                     continue
                 if state.num_computed_tokens >= state.prefill_target_tokens:  # inlined for speed
@@ -92,10 +93,10 @@ class OneOrder(BatchFormer):
                         decodes.append(state)
                         batch.budget -= 1
                         continue
-                    if not kv.num_free_blocks and key + ahead_s >= later.no_victim:
+                    if not kv.num_free_blocks and later.is_exhausted:
                         continue  # it is paused
                 num_evicted = len(batch.preempted)
-                has_memory = self._grow(pool, batch, state, key, later, now)
+                has_memory = self._grow(pool, batch, state, later, now)
                 if may_admit and len(batch.preempted) > num_evicted:
                     head = self._head(pool, batch, now)
                 if has_memory:
@@ -169,14 +170,13 @@ class OneOrder(BatchFormer):
         ahead_s = self.hysteresis_s if state.request_id in self._last else 0.0
         return key - ahead_s, state.request.arrival_s, state.order, key, state
 
-    def _grow(
-        self, pool: Pool, batch: Batch, state: RequestState, key: float, later: _Later, now: float
-    ) -> bool:
+    @staticmethod
+    def _grow(pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
         """Takes memory for the next chunk or token of a running request; False if it is paused."""
         remaining = state.prefill_target_tokens - state.num_computed_tokens
         tokens = state.num_computed_tokens + (min(remaining, batch.budget) if remaining > 0 else 1)
         while not pool.grow(state, tokens):
-            victim = later.victim(key + self.hysteresis_s, waits=False)
+            victim = later.victim()
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
@@ -187,7 +187,7 @@ class OneOrder(BatchFormer):
     ) -> bool:
         may_displace = pool.policy.preemptive and pool.policy.may_admit(state, now)
         while not batch.admit(pool, state, now, _first_tokens(pool, state, batch.budget)):
-            victim = later.victim(key + self.hysteresis_s, waits=True) if may_displace else None
+            victim = later.victim(key + self.hysteresis_s) if may_displace else None
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
@@ -226,28 +226,27 @@ class _Later:
         #: (at `LAST_RESORT`, swap_token_s n - Phi, index in `ranked`, Phi, request) of those that may be swapped out, in the
         #: order in which they are; None: not computed yet.
         self._victims: deque[tuple[bool, float, int, float, RequestState]] | None = None
-        #: Smallest limits for which running, and waiting requests had no victim. There is none for a larger one later in the
-        #: step.
-        self.no_victim = self._no_victim_waits = math.inf
+        #: Whether there is no victim, and the smallest limit for which waiting requests have none; so for the rest of the step.
+        self.is_exhausted, self._no_victim = False, math.inf
 
-    def victim(self, limit: float, *, waits: bool) -> RequestState | None:
-        """The victim for a request that runs or waits, with a Phi above `limit`; None if there is none."""
-        if limit >= (self._no_victim_waits if waits else self.no_victim):
+    def victim(self, limit: float | None = None) -> RequestState | None:
+        """The victim for a running request (None), or for one that waits, with a Phi above `limit`; None if there is none."""
+        if self.is_exhausted or (limit is not None and limit >= self._no_victim):
             return None
         if self._victims is None:
             self._victims = deque(sorted(self._evictable()))
         victims, num = self._victims, len(self.ranked)
         while victims and not (victims[0][2] < num and victims[0][-1].status is Status.RUNNING):
             victims.popleft()
+        if limit is None:
+            self.is_exhausted = not victims
+            return victims[0][-1] if victims else None
         for last_resort, _, index, key, state in victims:
-            if waits and last_resort:
+            if last_resort:
                 break
             if key > limit and index < num and state.status is Status.RUNNING:
                 return state
-        if waits:
-            self._no_victim_waits = limit
-        else:
-            self.no_victim = limit
+        self._no_victim = limit
         return None
 
     def _evictable(self) -> Iterator[tuple[bool, float, int, float, RequestState]]:

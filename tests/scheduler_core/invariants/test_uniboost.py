@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_core.batching.batch import Batch
+from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.engine.decision_log import DecisionLog
+from scheduler_core.engine.plan import StepPlan
 from scheduler_core.engine.pool import Pool
+from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import EngineView
 from scheduler_core.policies.uniboost import UniBoost, boost_s
 from scheduler_core.request import RequestState, Segment
@@ -192,3 +196,51 @@ def test_no_request_is_overtaken_by_one_that_came_later_than_the_largest_boost()
         config = SchedulerConfig(num_kv_blocks=120, preemption="swap", batching="uniboost")
         policy, _ = run(trace, config, bin_tokens=32, gamma_per_s=gamma_per_s, adapt_gamma=False)
         assert policy.num_admitted >= 80
+
+
+def run_burst(policy: str, batching: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """500 requests that arrive together, with memory for 64 of them; time to their end in s, and the mean number of requests
+    in a step while more are live than fit into it."""
+    rng = np.random.default_rng(0)
+    outputs = np.clip(rng.lognormal(5.5, 1.0, 500), 2, 1500).astype(int).tolist()
+    trace = Trace(
+        tuple(trace_row(f"r{index}", 0.0, 100, length, length) for index, length in enumerate(outputs))
+    )
+    config = SchedulerConfig(
+        max_num_seqs=64, max_num_batched_tokens=2048, num_kv_blocks=64 * 420 // 16, batching=batching
+    )
+    core, sizes = Scheduler(config, make_policy(policy)), []
+    schedule = core.schedule
+
+    def noted(now: float) -> StepPlan | None:
+        plan = schedule(now)
+        if plan is not None and core.pool.num_live > 64:
+            sizes.append(len(plan.decodes) + len(plan.prefills))
+        return plan
+
+    monkeypatch.setattr(core, "schedule", noted)
+    fast = {field.name: getattr(LinearStepTime(), field.name) / 100 for field in fields(LinearStepTime)}
+    outcome = Simulation(trace, core, LinearStepTime(**fast), Predictions()).run()
+    return max(record.finish_s for record in outcome.records), float(np.mean(sizes))
+
+
+def grow_with_lead(pool: Pool, batch: Batch, state: RequestState, later: Any, now: float) -> bool:
+    """The previous rule: a running request also takes memory only from one that is 0.1 s behind it in Phi."""
+    remaining = state.prefill_target_tokens - state.num_computed_tokens
+    tokens = state.num_computed_tokens + (min(remaining, batch.budget) if remaining > 0 else 1)
+    while not pool.grow(state, tokens):
+        victim = later.victim()
+        if victim is None or pool.policy.key(victim, now) <= pool.policy.key(state, now) + 0.1:
+            return False
+        batch.evict(pool, victim, now)
+    return True
+
+
+def test_a_burst_does_not_fill_the_memory_with_paused_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less than 0.1 s between their keys no request could take memory from another: nearly all of them paused."""
+    vllm_s, _ = run_burst("fcfs", "chunked_prefill", monkeypatch)
+    end_s, size = run_burst("uniboost", "uniboost", monkeypatch)
+    monkeypatch.setattr(OneOrder, "_grow", staticmethod(grow_with_lead))
+    previous_s, previous_size = run_burst("uniboost", "uniboost", monkeypatch)
+    assert end_s < 1.05 * vllm_s < previous_s
+    assert previous_size < 0.8 * size
