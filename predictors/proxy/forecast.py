@@ -31,8 +31,8 @@ GONE_S, REFUSED_S = 60.0, 3600.0
 class Forecast:
     """Outcome of a query to a predictor, and its duration in seconds.
 
-    The outcome is answered, late, failed (service unavailable, invalid response), refused (by the service),
-    no_text or absent (no predictor).
+    The outcome is answered, partial (without a part of a joined predictor), late, failed (service unavailable, invalid
+    response), refused (by the service), no_text or absent (no predictor).
     """
 
     prediction: Prediction | None
@@ -59,10 +59,10 @@ class PredictorLog:
         if outcome == "failed" and error is not None and not self._is_down and self._is_due(outcome, GONE_S):
             logger.warning("%s is gone, requests continue without: %s", self._name, _public_text(error))
             self._is_down = True
-        if outcome == "answered" and self._is_down:
+        if outcome in ("answered", "partial") and self._is_down:
             logger.info("%s is back", self._name)
             self._is_down = False
-        if outcome in ("answered", "late"):
+        if outcome in ("answered", "partial", "late"):
             self._observe_time(outcome == "late")
 
     def _observe_time(self, is_late: bool) -> None:
@@ -148,6 +148,7 @@ class Forecaster:
         except Exception as error:  # no failure of a predictor may fail a request
             failure, outcome = error, _outcome(error) if isinstance(error, TailcastError) else "failed"
         finally:
+            outcome = "partial" if prediction.missing else outcome
             self._num_running -= 1
             if not self._num_running:
                 self._all_done.set()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,13 +180,24 @@ class RankPrediction:
             raise InputError("rank score", self.score, "finite numbers")
 
 
+class MissingPart(NamedTuple):
+    """A part of a joined predictor whose heads a prediction lacks, and why."""
+
+    part: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """All predictions of one artifact for a request; None for heads that it does not have.
 
     `prompt_tokens` is the number of tokens of the text that the predictor has read, None if it truncated it or did not
     count, and `prompt_chars` that of its characters, None if unknown.
-    `embedding` is for the memory of past requests (see `memory`), None if the predictor has none.
+    `embedding` is for the memory of past requests (see `memory`), None if the predictor has none. `missing` are the parts of
+    a joined predictor that failed or were late (see `joint`).
     """
 
     length: LengthPrediction | None = None
@@ -197,6 +208,7 @@ class Prediction:
     prompt_tokens: int | None = None
     prompt_chars: int | None = None
     embedding: Embedding | None = field(default=None, compare=False, repr=False)
+    missing: tuple[MissingPart, ...] = ()
 
     def __post_init__(self) -> None:
         vector = self.embedding

@@ -12,15 +12,17 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.predictions import HEADS, Prediction
+from scheduler_core.prediction.joint import Parts, merged
+from scheduler_core.prediction.predictions import MissingPart, Prediction
 from scheduler_core.prediction.prompt_text import Message, PromptForm
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
@@ -110,34 +112,53 @@ def addresses(predictor: str) -> list[str]:
     return parts if all(is_address) else [predictor]
 
 
-def merged(predictions: Sequence[Prediction]) -> Prediction:
-    """The first of several predictions for one request, with the heads that only the others have."""
-    first, *others = predictions
-    for other in others:
-        missing = (name for name in HEADS if getattr(first, name) is None)
-        first = replace(first, **{name: getattr(other, name) for name in missing})
-    return first
-
-
 class JointPredictor(Predictor):
-    """Queries several predictors at the same time and merges their heads, such as length and urgency (see `merged`). It
-    fails if one of them fails."""
+    """Queries several predictors at the same time and merges their heads, such as length and urgency (see `joint`). A part
+    that fails or is late is left out; it fails if all of them do. `names` are those of the parts in `Prediction.missing`."""
 
-    def __init__(self, predictors: Sequence[Predictor]) -> None:
+    def __init__(self, predictors: Sequence[Predictor], names: Sequence[str]) -> None:
         self.predictors = tuple(predictors)
+        self._parts = Parts(names)
 
     async def predict(
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
     ) -> Sequence[Prediction]:
-        calls = (each.predict(requests, timeout_s=timeout_s) for each in self.predictors)
-        return [merged(row) for row in zip(*await asyncio.gather(*calls), strict=True)]
+        calls = [partial(self._call, number, requests, timeout_s) for number in range(len(self.predictors))]
+        columns = [
+            [column] * len(requests) if isinstance(column, MissingPart) else column
+            for column in await self._parts.ask(calls, timeout_s)
+        ]
+        return [merged(row) for row in zip(*columns, strict=True)]
+
+    async def _call(
+        self, number: int, requests: Sequence[PredictionRequest], timeout_s: float | None
+    ) -> Sequence[Prediction | MissingPart]:
+        """The predictions of one part. If it fails for several requests, each is sent again by itself, so that an invalid
+        prompt does not affect the others."""
+        try:
+            predictions = await self.predictors[number].predict(requests, timeout_s=timeout_s)
+            if len(predictions) != len(requests):
+                raise TailcastError(f"{len(predictions)} predictions for {len(requests)} request(s)")
+            return predictions
+        except Exception:
+            if len(requests) == 1:
+                raise
+        calls = (self._call(number, [request], timeout_s) for request in requests)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [each for each in results if isinstance(each, BaseException)]
+        if len(errors) == len(results):
+            raise errors[0]
+        return [
+            self._parts.missing(number, each) if isinstance(each, BaseException) else each[0]
+            for each in results
+        ]
 
     async def load(self) -> str:
         return "+".join([await each.load() for each in self.predictors])
 
     @property
     def is_connected(self) -> bool:
-        return all(each.is_connected for each in self.predictors)
+        return any(each.is_connected for each in self.predictors)
 
     async def close(self) -> None:
         for each in self.predictors:
@@ -151,7 +172,7 @@ def open_predictor(predictor: str, field: str = "predictor") -> Predictor:
     predictor, if it has its own), with the target. InputError if there is none; raises as `PredictorAddress.of`.
     """
     if len(parts := addresses(predictor)) > 1:
-        return JointPredictor([open_predictor(part, field) for part in parts])
+        return JointPredictor([open_predictor(part, field) for part in parts], parts)
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, target = PredictorAddress.of(predictor, field)
     point = points.get(target if target in SHIPPED and target in points else scheme)
@@ -162,9 +183,11 @@ def open_predictor(predictor: str, field: str = "predictor") -> Predictor:
 
 
 class PredictionStatus(Enum):
-    """Outcome of a request. LATE: after `withdraw`; ABSENT: there is no predictor, so there was no call."""
+    """Outcome of a request. PARTIAL: a part of a joined predictor is missing; LATE: after `withdraw`; ABSENT: there is no
+    predictor, so there was no call."""
 
     ANSWERED = "answered"
+    PARTIAL = "partial"
     LATE = "late"
     FAILED = "failed"
     ABSENT = "absent"
@@ -172,8 +195,8 @@ class PredictionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionEvent:
-    """Outcome of one submitted request: the prediction (also a late one) or an error message. `latency_s` is
-    the duration of the call in seconds; 0 if there was no call, or it was cancelled."""
+    """Outcome of one submitted request: the prediction (also a late one) or an error message, or both if a part is missing.
+    `latency_s` is the duration of the call in seconds; 0 if there was no call, or it was cancelled."""
 
     request_id: str
     prediction: Prediction | None
@@ -290,7 +313,7 @@ class AsyncPredictor:
         error, retry = None, len(batch) > 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                returned = await self._predictor.predict(batch)
+                returned = await self._predictor.predict(batch, timeout_s=self._timeout_s)
             if len(returned) == len(batch):
                 predictions, retry = returned, False
             else:
@@ -299,6 +322,7 @@ class AsyncPredictor:
             error, retry = f"no prediction within {self._timeout_s} s", False
         except TailcastError as failure:
             error = str(failure)
+            retry = retry and getattr(failure, "code", None) != "DEADLINE_EXCEEDED"
         except Exception as failure:  # any exception of a predictor becomes an event; the scheduler continues
             error = f"{type(failure).__name__}: {failure}"
         if retry:
@@ -318,7 +342,11 @@ class AsyncPredictor:
     ) -> None:
         """Puts the event of a request into the queue."""
         is_withdrawn = self._sent.pop(request_id, False)
-        status = PredictionStatus.LATE if is_withdrawn else PredictionStatus.ANSWERED
+        status = PredictionStatus.ANSWERED
         if prediction is None:
             status = PredictionStatus.FAILED
+        elif is_withdrawn:
+            status = PredictionStatus.LATE
+        elif prediction.missing:
+            status, error = PredictionStatus.PARTIAL, "; ".join(map(str, prediction.missing))
         self._events.put_nowait(PredictionEvent(request_id, prediction, error, latency_s, status))

@@ -207,8 +207,8 @@ def _group_metrics(requests: Columns, name: str, per_s: float, gaps: TokenGaps) 
 
 
 def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:
-    """Source of predictions; numbers of successful, failed and late ones, and of requests without a prompt, for which
-    the predictor was not called; latency of the calls."""
+    """Source of predictions; numbers of successful, failed and late ones, of those that lack a part of a joined predictor,
+    and of requests without a prompt, for which the predictor was not called; latency of the calls."""
     present = [prediction for prediction in predictions.by_id.values() if prediction is not None]
     lengths = [prediction.length for prediction in present if prediction.length is not None]
     artifacts = {f"{length.artifact_id} {length.artifact_version}".strip() for length in lengths}
@@ -216,6 +216,7 @@ def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Sche
         "source": predictions.source,
         "num_predicted": len(present),
         "num_failed": predictions.num_failed,
+        "num_partial": predictions.num_partial,
         "num_without_prompt": predictions.num_without_prompt,
         "num_late": sum(core.counters.num_late_predictions for core in schedulers.values()),
         "latency_s": summary(predictions.latency_s.values()),

@@ -291,6 +291,10 @@ def result_warnings(
     if predictor["num_failed"]:
         reason = predictor["first_error"] or "no mu, sigma and nu in the trace"
         parts.append(f"{predictor['num_failed']} of {num} predictions failed ({reason})")
+    if predictor["num_partial"]:
+        parts.append(
+            f"{predictor['num_partial']} of {num} predictions lack a part ({predictor['first_error']})"
+        )
     warnings["predictions"] = "; ".join(parts)
     return {kind: text for kind, text in warnings.items() if text}
 

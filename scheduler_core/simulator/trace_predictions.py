@@ -32,7 +32,7 @@ class Predictions:
     """Predictions for the requests of a trace.
 
     `by_id` has the predictions of all heads by request id: None if the predictor failed, missing if it was not called.
-    `latency_s` is the time of the call in seconds (missing: 0); `errors` has the reasons of failures.
+    `latency_s` is the time of the call in seconds (missing: 0); `errors` has the reasons of failures and of missing parts.
     `source` is "none", "trace", "oracle", or the URL or class of the predictor. `num_without_prompt` is the number of
     requests for which a live predictor was not called; their lengths are unknown.
     """
@@ -47,6 +47,11 @@ class Predictions:
     def num_failed(self) -> int:
         """Number of requests for which the predictor failed."""
         return sum(prediction is None for prediction in self.by_id.values())
+
+    @property
+    def num_partial(self) -> int:
+        """Number of predictions that lack a part of a joined predictor."""
+        return sum(prediction is not None and bool(prediction.missing) for prediction in self.by_id.values())
 
 
 def trace_predictions(trace: Trace) -> Predictions:

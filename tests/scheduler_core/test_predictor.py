@@ -109,8 +109,9 @@ async def test_joined_predictors_give_the_heads_of_each(
     assert prediction.length == PREDICTION.length
     assert prediction.urgency == UrgencyPrediction((0.8, 0.2))
     assert prediction.prompt_tokens is None
-    with pytest.raises(TailcastError, match="no urgency"):
-        await joint.predict([PredictionRequest("b", "unclear", 100)])
+    [prediction] = await joint.predict([PredictionRequest("b", "unclear", 100)])
+    assert (prediction.length, prediction.urgency) == (PREDICTION.length, None)
+    assert [part.part for part in prediction.missing] == ["level://b:2"]
     await joint.close()
     assert all(part.closed for part in joint.predictors)  # type: ignore[attr-defined]
     folder = tmp_path / "tiny+urgency"
