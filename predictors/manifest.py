@@ -284,6 +284,8 @@ class Manifest(BaseModel):
         for name in _OPTIONAL:
             if not content[name]:
                 del content[name]
+        if self.part_tokens is not None and not self.part_tokens.format_size:
+            del content["part_tokens"]["format_size"]
         return content
 
 

@@ -63,7 +63,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "prompt_chars", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "bucket", "cached", "bucket_edges", "median_tokens", "p90_tokens", "expected_tokens", "quantiles", "embedding", "corrected", "remaining")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "prompt_chars", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "bucket", "cached", "bucket_edges", "median_tokens", "p90_tokens", "expected_tokens", "quantiles", "embedding", "corrected", "remaining", "missing")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class PredictResponse(_message.Message):
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     CORRECTED_FIELD_NUMBER: _ClassVar[int]
     REMAINING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     mu: float
     sigma: float
@@ -116,7 +117,16 @@ class PredictResponse(_message.Message):
     embedding: bytes
     corrected: bool
     remaining: RemainingLength
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., prompt_chars: _Optional[int] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., median_tokens: _Optional[float] = ..., p90_tokens: _Optional[float] = ..., expected_tokens: _Optional[float] = ..., quantiles: _Optional[_Iterable[float]] = ..., embedding: _Optional[bytes] = ..., corrected: _Optional[bool] = ..., remaining: _Optional[_Union[RemainingLength, _Mapping]] = ...) -> None: ...
+    missing: _containers.RepeatedCompositeFieldContainer[MissingPart]
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., prompt_chars: _Optional[int] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., median_tokens: _Optional[float] = ..., p90_tokens: _Optional[float] = ..., expected_tokens: _Optional[float] = ..., quantiles: _Optional[_Iterable[float]] = ..., embedding: _Optional[bytes] = ..., corrected: _Optional[bool] = ..., remaining: _Optional[_Union[RemainingLength, _Mapping]] = ..., missing: _Optional[_Iterable[_Union[MissingPart, _Mapping]]] = ...) -> None: ...
+
+class MissingPart(_message.Message):
+    __slots__ = ("part", "reason")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    reason: str
+    def __init__(self, part: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RemainingLength(_message.Message):
     __slots__ = ("generated_tokens", "expected_tokens", "quantiles")
@@ -307,13 +317,15 @@ class GetMetadataResponse(_message.Message):
     def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., learns: _Optional[bool] = ..., conversations: _Optional[bool] = ..., part_tokens: _Optional[_Union[PartTokens, _Mapping]] = ...) -> None: ...
 
 class PartTokens(_message.Message):
-    __slots__ = ("options", "system", "turns", "last")
+    __slots__ = ("options", "system", "turns", "last", "format_size")
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_SIZE_FIELD_NUMBER: _ClassVar[int]
     options: int
     system: int
     turns: int
     last: int
-    def __init__(self, options: _Optional[int] = ..., system: _Optional[int] = ..., turns: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+    format_size: bool
+    def __init__(self, options: _Optional[int] = ..., system: _Optional[int] = ..., turns: _Optional[int] = ..., last: _Optional[int] = ..., format_size: _Optional[bool] = ...) -> None: ...

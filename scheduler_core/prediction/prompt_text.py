@@ -85,6 +85,7 @@ _MIN_ENGLISH = 0.1
 #: Characters that are read per token of a budget, at each end of a text.
 _CHARS_PER_TOKEN = 16
 _GAP = " … "
+_FORMAT_SIZE = re.compile(r"\[size \d+\] ?")
 
 
 class Message(NamedTuple):
@@ -190,6 +191,8 @@ class PartTokens:
     """Tokens of the messages before the last text of the user."""
     last: int = 96
     """Tokens of the last text of the user and what follows, in addition to those that the other parts leave."""
+    format_size: bool = False
+    """Whether the options include the size of the response format."""
 
     #: Read by pydantic, where a configuration or a manifest has this one.
     __pydantic_config__: ClassVar[Mapping[str, object]] = {"strict": True, "extra": "forbid"}
@@ -200,6 +203,9 @@ class PartTokens:
     def text(self, messages: Iterable[Message]) -> str:
         """The text of a conversation within these numbers of tokens; a single user message is unchanged."""
         parts = ConversationParts.of(messages)
+        if not self.format_size:
+            shorter = (option._replace(text=_FORMAT_SIZE.sub("", option.text)) for option in parts.options)
+            parts = parts._replace(options=[option for option in shorter if option.text])
         if len(parts.last) == 1 and parts.last[0].role == USER and not any(parts[:-1]):
             return parts.last[0].text
         texts, left = [], 0

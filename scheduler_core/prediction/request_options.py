@@ -6,6 +6,7 @@
 | thinking: `thinking`, `enable_thinking`, `thinking_budget`, `reasoning.max_tokens`, `thinkingConfig` | [thinking on], [thinking off], [thinking 2048] |
 | `verbosity`, `text.verbosity` | [verbosity low] |
 | format: `response_format`, `format`, `responseSchema`, `structured_outputs`, `guided_json`, ... | [json], [json name, age], [regex], [grammar], [choice 3] |
+| limits of a schema, a regular expression or choices | before these: [size 120], see `format_size` |
 | `min_tokens`, `min_new_tokens` | [min tokens 64] |
 | `n`, `best_of` | [n 3] |
 | `stop`, `stop_sequences`, `stopSequences` | [stop "\\n", "END"] |
@@ -22,6 +23,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scheduler_core.prediction.format_size import (
+    choice_tokens,
+    is_schema,
+    regex_tokens,
+    schema_tokens,
+    size_of,
+)
 from scheduler_core.prediction.prompt_text import Read, is_list, member
 
 #: Maximum numbers of names of tools or fields, of words of a description, and of characters of a text.
@@ -128,17 +136,22 @@ def _format(readers: Sequence[Read]) -> Iterator[str]:
     for value in filter(None, values):
         for name in ("choice", "guided_choice"):
             if is_list(choices := member(value, name)):
-                yield f"choice {len([*choices])}"
+                yield f"size {size_of(choice_tokens(choices := [*choices]))}"
+                yield f"choice {len(choices)}"
                 return
         for name, tag in _CONSTRAINTS.items():
-            if member(value, name) is not None:
+            if (pattern := member(value, name)) is not None:
+                if tag == "regex" and isinstance(pattern, str):
+                    yield f"size {size_of(regex_tokens(pattern))}"
                 yield tag
                 return
-        is_schema = member(value, "properties") is not None
-        schemas = (value if is_schema else None, *(member(value, name) for name in _SCHEMAS))
+        schemas = (value if is_schema(value) else None, *(member(value, name) for name in _SCHEMAS))
         kind = value if isinstance(value, str) else member(value, "type")
         schema = next((schema for schema in schemas if schema is not None), None)
         if schema is not None or (isinstance(kind, str) and "json" in kind):
+            schema = _read_schema(schema)
+            if tokens := schema_tokens(schema):
+                yield f"size {size_of(tokens)}"
             names = ", ".join(_fields(schema))
             yield f"json {names}" if names else "json"
             return
@@ -147,15 +160,20 @@ def _format(readers: Sequence[Read]) -> Iterator[str]:
         yield "json"
 
 
-def _fields(schema: object) -> list[str]:
-    """Names of the fields of a JSON schema, which may be a text or inside of an object with its name."""
+def _read_schema(schema: object) -> object:
+    """A JSON schema, which may be a text or inside of an object with its name."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            return []
+            return None
     inner = member(schema, "schema")
-    properties = member(schema if inner is None else inner, "properties")
+    return schema if inner is None else inner
+
+
+def _fields(schema: object) -> list[str]:
+    """Names of the fields of a JSON schema."""
+    properties = member(schema, "properties")
     return (
         [str(name)[:_MAX_CHARS] for name in properties][:_MAX_NAMES]
         if isinstance(properties, Mapping)

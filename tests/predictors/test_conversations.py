@@ -47,7 +47,7 @@ from tests.scheduler_core.adapters.test_parts import TEMPLATES, ChatTokenizer
 from tests.training.tiny import tiny_bert
 from training.fitting.samples import with_conversations
 
-PARTS = PartTokens()
+PARTS = PartTokens(format_size=True)
 FORM = PromptForm(conversations=True, part_tokens=PARTS)
 TEXTS = {
     "en": "Write a detailed essay about the history of railways, with five hundred words and three headings. The federal "
@@ -57,7 +57,7 @@ TEXTS = {
     "ja": "日本の鉄道の歴史について、五百字程度で説明してください。特に新幹線の開発とその社会的影響に重点を置いてください。",
     "code": Path(__file__).read_text(encoding="utf-8"),
 }
-OPTIONS = "[effort high] [json name, age] [min tokens 64] [tools search: Search the web; calculate]"
+OPTIONS = "[effort high] [size 40] [json name, age] [min tokens 64] [tools search: Search the web; calculate]"
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +191,17 @@ SCHEMA = {"type": "object", "properties": {"name": {}, "age": {}}}
         ({"verbosity": "low"}, "[verbosity low]"),
         ({"text": {"verbosity": "high"}}, "[verbosity high]"),
         ({"response_format": {"type": "json_object"}}, "[json]"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "[json name, age]"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, "[json name, age]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, "[size 40] [json name, age]"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}, "[size 40] [json name, age]"),
         ({"format": "json"}, "[json]"),
-        ({"format": SCHEMA}, "[json name, age]"),
+        ({"format": SCHEMA}, "[size 40] [json name, age]"),
         ({"generationConfig": {"responseMimeType": "application/json"}}, "[json]"),
-        ({"generationConfig": {"responseSchema": SCHEMA}}, "[json name, age]"),
-        ({"guided_choice": ["a", "b", "c"]}, "[choice 3]"),
-        ({"structured_outputs": {"regex": "a+"}}, "[regex]"),
-        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "[json name, age]"),
+        ({"generationConfig": {"responseSchema": SCHEMA}}, "[size 40] [json name, age]"),
+        ({"guided_choice": ["a", "b", "c"]}, "[size 1] [choice 3]"),
+        ({"structured_outputs": {"regex": "a+"}}, "[size 8] [regex]"),
+        ({"structured_outputs": {"grammar": "root"}}, "[grammar]"),
+        ({"format": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}, "[size 6] [json]"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "[size 40] [json name, age]"),
         ({"min_tokens": 64}, "[min tokens 64]"),
         ({"sampling_params": {"min_new_tokens": 64}}, "[min tokens 64]"),
         ({"n": 3}, "[n 3]"),
@@ -216,6 +218,18 @@ def test_each_option_is_in_the_text(body: dict[str, Any], text: str) -> None:
     request = read_request({"messages": [{"role": "user", "content": "Hi"}], **body})
     assert request.options == text
     assert request.text(FORM) == (f"options: {text}\n\nuser: Hi" if text else "Hi")
+
+
+def test_artifacts_without_format_size_read_options_without_it(tmp_path: Path) -> None:
+    old = PromptForm(conversations=True, part_tokens=PartTokens())
+    body = {"messages": [{"role": "user", "content": "Hi"}], "guided_json": SCHEMA, "min_tokens": 9}
+    assert read_request(body).text(old) == "options: [json name, age] [min tokens 9]\n\nuser: Hi"
+    for parts in (PARTS, old.part_tokens):
+        folder = write_artifact(tmp_path / f"{parts}", conversations=True, part_tokens=parts)
+        assert open_runtime(folder).artifact.manifest.form.part_tokens == parts
+        written = read_manifest(folder)["part_tokens"]
+        assert written.get("format_size", False) == (parts is PARTS)
+        assert set(written) - {"format_size"} == {"options", "system", "turns", "last"}
 
 
 @pytest.mark.parametrize(
