@@ -49,7 +49,7 @@ def is_schema(value: object) -> bool:
 
 def size_of(tokens: float) -> int:
     """The number of `SIZES` next to a number of tokens."""
-    return SIZES[bisect(_MIDDLES, tokens)]
+    return int(SIZES[bisect(_MIDDLES, tokens)])
 
 
 def choice_tokens(choices: Iterable[object]) -> float:
@@ -92,18 +92,18 @@ class _Reader:
         self._left -= 1
         if not isinstance(schema, Mapping) or depth == 0 or self._left < 0:
             return _CHARS / _CHARS_PER_TOKEN
-        if is_list(choices := schema.get("enum")):
+        if (choices := _elements(schema.get("enum"))) is not None:
             return choice_tokens(choices)
         if (constant := schema.get("const")) is not None:
             return choice_tokens([constant])
         if isinstance(reference := schema.get("$ref"), str):
             return self.tokens(self._referenced(reference), depth - 1)
         for name, combine in _COMBINED.items():
-            if is_list(parts := schema.get(name)):
-                return combine([0.0, *(self.tokens(part, depth - 1) for part in islice(parts, _MAX_MEMBERS))])
+            if (parts := _elements(schema.get(name))) is not None:
+                return combine([0.0, *(self.tokens(part, depth - 1) for part in parts)])
         kinds = schema.get("type")
-        names = [kinds] if isinstance(kinds, str) else [*islice(kinds, 8)] if is_list(kinds) else []
-        names = [name.lower() for name in names if isinstance(name, str)]
+        choices = [kinds] if isinstance(kinds, str) else _elements(kinds) or []
+        names = [name.lower() for name in choices if isinstance(name, str)]
         kind = next((name for name in names if name != "null"), names[0] if names else "")
         if kind == "object" or isinstance(schema.get("properties"), Mapping):
             return self._object(schema, depth)
@@ -126,8 +126,7 @@ class _Reader:
         return 2 + total
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> float:
-        prefix = schema.get("prefixItems")
-        first = [*islice(prefix, _MAX_MEMBERS)] if is_list(prefix) else []
+        first = _elements(schema.get("prefixItems")) or []
         total = sum(self.tokens(part, depth - 1) + 1 for part in first)
         if not first or _limits(schema, "minItems", "maxItems") != (0, None):
             low, high = _limits(schema, "minItems", "maxItems")
@@ -153,6 +152,11 @@ class _Reader:
 
 
 _COMBINED: Final[Mapping[str, Callable[[list[float]], float]]] = {"anyOf": max, "oneOf": max, "allOf": sum}
+
+
+def _elements(value: Any) -> list[Any] | None:
+    """The first elements of a list; None if it is none."""
+    return [*islice(value, _MAX_MEMBERS)] if is_list(value) else None
 
 
 def _limits(schema: Mapping[str, Any], lowest: str, highest: str) -> tuple[int, int | None]:
