@@ -13,11 +13,15 @@ from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.ranges import construct
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.baselines import Jsq, LeastKv, PowerOfTwo, RandomChoice, RoundRobin
+from scheduler_core.routing.cache_aware import CacheAware
 from scheduler_core.routing.disaggregated import Disaggregated
+from scheduler_core.routing.endpoint_picker import EndpointPicker
 from scheduler_core.routing.infaas import Infaas
+from scheduler_core.routing.kv_router import KVRouter
 from scheduler_core.routing.llumnix import Llumnix
 from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
+from scheduler_core.routing.production_stack import PrefixAware, SessionHash
 from scheduler_core.routing.session_affine import SessionAffine
 
 #: Every router by name.
@@ -28,6 +32,11 @@ ROUTERS: dict[str, type[Router]] = {
     "least_kv": LeastKv,
     "power_of_two": PowerOfTwo,
     "prefix_affine": PrefixAffine,
+    "cache_aware": CacheAware,
+    "endpoint_picker": EndpointPicker,
+    "kv_router": KVRouter,
+    "prefix_aware": PrefixAware,
+    "session_hash": SessionHash,
     "session_affine": SessionAffine,
     "predicted_work": PredictedWork,
     "predicted_wait": PredictedWait,

@@ -30,6 +30,7 @@ class Router(ABC):
     Class variables:
         needs_requests: Snapshots must include the individual requests.
         sees_tokens: The choice depends on tokens or blocks, which change with every step, not only on request counts.
+        scrapes: Its snapshots are metrics that it scrapes from the engines; they may be old (`cluster.snapshot_interval_s`).
         needs_generator: It uses random numbers from its field `rng`.
         role: Role of the replicas for new requests, in addition to those that run both phases.
         when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.
@@ -37,6 +38,7 @@ class Router(ABC):
 
     needs_requests: ClassVar[bool] = False
     sees_tokens: ClassVar[bool] = False
+    scrapes: ClassVar[bool] = False
     needs_generator: ClassVar[bool] = False
     role: ClassVar[ReplicaRole] = ReplicaRole.BOTH
     when_all_draining: ClassVar[Literal["wait", "least_loaded"]] = "wait"

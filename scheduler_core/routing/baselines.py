@@ -41,7 +41,7 @@ class RandomChoice(Router):
 @dataclass(kw_only=True, slots=True)
 class Jsq(Router):
     """Join the shortest queue: the fewest requests, running and waiting (Winston 1977, "Optimality of the shortest line
-    discipline", J. Appl. Probab. 14).
+    discipline", J. Appl. Probab. 14): LiteLLM's least-busy, Envoy's least request with a full scan.
 
     Optimal for exponential service times and equal servers; ignores differences in length. `waiting_only`:
     only count waiting requests, as Vidur's "least outstanding requests" does.
@@ -61,7 +61,7 @@ class PowerOfTwo(Router):
     """The shorter queue of two replicas drawn at random (Mitzenmacher 2001, IEEE Trans. Parallel Distrib.
     Syst. 12; Vvedenskaya et al. 1996).
 
-    Nearly as good as comparing all replicas, but without herding: routers with the same stale snapshot choose differently.
+    Envoy's least request, Ray Serve. Nearly as good as comparing all replicas, but without herding: routers with the same stale snapshot choose differently.
     """
 
     needs_generator: ClassVar[bool] = True
@@ -83,6 +83,7 @@ class LeastKv(Router):
     requests of a burst would go to the same replica. Ties: fewer requests.
     """
 
+    scrapes: ClassVar[bool] = True
     sees_tokens: ClassVar[bool] = True
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
@@ -46,6 +46,8 @@ class Infaas(Router):
     dimensionless; a waiting request counts once (released code: a preempted one twice); the released code's
     factor for the priority of the request is omitted, because it is the same for all replicas.
     """
+
+    scrapes: ClassVar[bool] = True
 
     alpha: float = 1.0
     beta: float = 1.0

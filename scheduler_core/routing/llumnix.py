@@ -179,6 +179,7 @@ class Llumnix(Router):
     replicas. `whole_queue` dispatches by `queue_freeness`, which is better under load.
     """
 
+    scrapes: ClassVar[bool] = True
     sees_tokens: ClassVar[bool] = True
     when_all_draining: ClassVar[Literal["wait", "least_loaded"]] = "least_loaded"
 

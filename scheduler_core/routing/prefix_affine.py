@@ -2,12 +2,12 @@
 balancer of Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.prefix_index import PrefixIndex
 from scheduler_core.routing.snapshot import ReplicaSnapshot
 
 
@@ -26,16 +26,18 @@ class PrefixAffine(Router):
     | max_blocks | blocks stored per replica (LRU) | blocks |
 
     Differs from the papers: the router stores the prefixes that it sent, without evictions of the engine, so hits are
-    estimates (as in SGLang's router); they are in a table of hashes instead of a radix tree.
+    estimates (as in SGLang's router, see `CacheAware`).
     """
 
     imbalance: int = 8
     min_fraction: float = 0.25
     max_blocks: int = 65_536
-    _sent: dict[str, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)
+    #: What was sent where.
+    sent: PrefixIndex = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_ranges(self, imbalance=(0, INTEGERS), min_fraction=(POSITIVE, 1.0), max_blocks=(1, INTEGERS))
+        self.sent = PrefixIndex(self.max_blocks)
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         least = min(replica.num_requests for replica in replicas)
@@ -44,28 +46,14 @@ class PrefixAffine(Router):
             (hit, replica)
             for replica in replicas
             if replica.num_requests <= least + self.imbalance
-            and (hit := self.hit_blocks(item, replica.replica_id)) >= min_hit
+            and (hit := self.sent.hit_blocks(item, replica.replica_id)) >= min_hit
         ]
         if near:
             return max(near, key=lambda pair: (pair[0], -pair[1].num_requests))[1].replica_id
         return min(replicas, key=lambda replica: replica.num_requests).replica_id
 
-    def hit_blocks(self, item: RoutingRequest, replica_id: str) -> int:
-        """Number of leading prompt blocks that were sent to the replica before and are still stored."""
-        sent = self._sent.get(replica_id, OrderedDict())
-        for count, block in enumerate(item.prefix_blocks):
-            if block not in sent:
-                return count
-        return len(item.prefix_blocks)
-
     def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:
-        sent = self._sent.setdefault(replica_id, OrderedDict())
-        # In reverse order, so that a prefix is evicted later than the blocks that follow it.
-        for block in reversed(item.prefix_blocks):
-            sent[block] = None
-            sent.move_to_end(block)
-        while len(sent) > self.max_blocks:
-            sent.popitem(last=False)
+        self.sent.add(item, replica_id)
 
     def on_gone(self, replica_id: str, now: float) -> None:
-        self._sent.pop(replica_id, None)
+        self.sent.forget(replica_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from scheduler_core.engine.kv_cache import KVCache
@@ -55,7 +56,7 @@ class RequestView(NamedTuple):
         return self.prompt_tokens + self.num_output_tokens - self.num_computed_tokens
 
 
-def _no_context(session: str) -> int:
+def _nothing(_: object = None) -> int:
     return 0
 
 
@@ -72,7 +73,10 @@ class ReplicaSnapshot:
         waiting_prefill_tokens: Tokens that the waiting requests must process before their next output token.
         tiers: Distinct tiers of its running and waiting requests, in order.
         requests: Its requests, running ones first, if the router needs them (`Router.needs_requests`).
-        resident_tokens: Tokens of the context of a session in its KV cache, see `EngineView`; valid until its next step.
+        resident_tokens: Tokens of the context of a session in its KV cache, see `EngineView`.
+        cached_tokens: Tokens of the prompt of a request in its KV cache.
+        running_prefill_tokens: Prompt tokens that its running requests still have to process. All three are always of the
+            current state.
     """
 
     replica_id: str
@@ -89,7 +93,9 @@ class ReplicaSnapshot:
     waiting_prefill_tokens: int = 0
     tiers: tuple[int, ...] = ()
     requests: Iterable[RequestView] = ()
-    resident_tokens: Callable[[str], int] = field(default=_no_context, repr=False, compare=False)
+    resident_tokens: Callable[[str], int] = field(default=_nothing, repr=False, compare=False)
+    cached_tokens: Callable[[Request], int] = field(default=_nothing, repr=False, compare=False)
+    running_prefill_tokens: Callable[[], int] = field(default=_nothing, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:
@@ -150,7 +156,22 @@ def take_snapshot(
         tiers=tuple(sorted(level for level, num in pool.num_by_level.items() if num)),
         requests=_Views(pool) if keep_requests else (),
         resident_tokens=pool.resident_tokens,
+        cached_tokens=partial(_cached_tokens, pool),
+        running_prefill_tokens=partial(_running_prefill_tokens, pool),
     )
+
+
+def _cached_tokens(pool: Pool, request: Request) -> int:
+    prefixes = pool.kv.prefixes
+    if prefixes is None or not request.content:
+        return 0
+    # At least the last token of a prompt is computed.
+    hit = prefixes.find(request.content, request.prompt_tokens, request.prompt_tokens - 1)
+    return hit.num_blocks * pool.kv.block_tokens
+
+
+def _running_prefill_tokens(pool: Pool) -> int:
+    return sum([state.prefill_target_tokens - state.num_computed_tokens for state in pool.by_phase()[0]])
 
 
 class _Views(Iterable[RequestView]):

@@ -14,14 +14,18 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.request import Request
 from scheduler_core.routing import ROUTERS, llumnix
-from scheduler_core.routing.base import RoutingRequest
+from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.baselines import PowerOfTwo
+from scheduler_core.routing.cache_aware import CacheAware
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
+from scheduler_core.routing.endpoint_picker import EndpointPicker
 from scheduler_core.routing.infaas import Infaas
+from scheduler_core.routing.kv_router import KVRouter
 from scheduler_core.routing.migration import Move
 from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
+from scheduler_core.routing.production_stack import PrefixAware, SessionHash
 from scheduler_core.routing.session_affine import SessionAffine
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, RequestView
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
@@ -103,7 +107,7 @@ def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_to
     affine.on_dispatched(first, "a", 0.0)
     affine.on_dispatched(item("2", prefix_blocks=(7, 8)), "b", 0.0)
     alike = item("3", prefix_blocks=(1, 2, 9, 10))
-    assert (affine.hit_blocks(alike, "a"), affine.hit_blocks(alike, "b")) == (2, 0)
+    assert (affine.sent.hit_blocks(alike, "a"), affine.sent.hit_blocks(alike, "b")) == (2, 0)
     near = [replica("a", running("x", 1)), replica("b")]
     assert affine.choose(alike, near, 0.0) == "a"
     busy = [replica("a", running("x", 1), running("y", 1)), replica("b")]
@@ -111,7 +115,99 @@ def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_to
     little = item("5", prefix_blocks=(1, *range(100, 110)))
     assert affine.choose(little, near, 0.0) == "b", "one block of eleven is less than min_fraction"
     affine.on_gone("a", 1.0)
-    assert affine.hit_blocks(alike, "a") == 0
+    assert affine.sent.hit_blocks(alike, "a") == 0
+
+
+def sent(router: Router, replica_id: str, *items: RoutingRequest, now: float = 0.0) -> None:
+    for one in items:
+        router.on_dispatched(one, replica_id, now)
+
+
+def test_cache_aware_follows_the_best_match_while_the_loads_are_balanced() -> None:
+    """SGLang: imbalanced if max - min > 2 and max > 1.5 min; else the best match if more than 0.3 of the prompt matches."""
+    aware = CacheAware(balance_abs_threshold=2)
+    sent(aware, "b", item("1", prefix_blocks=(1, 2, 3, 4)))
+    alike = item("2", prompt=160, prefix_blocks=(1, 2, 3, 4, 9))
+    balanced = [replica("a"), replica("b", *[running(f"x{number}", 1) for number in range(2)])]
+    assert aware.choose(alike, balanced, 0.0) == "b", "64 of 160 tokens, 2 requests ahead"
+    assert aware.choose(item("3", prompt=214, prefix_blocks=(1, 2, 3, 4)), balanced, 0.0) == "a", "0.299"
+    three = replica("b", *[running(f"x{number}", 1) for number in range(3)])
+    assert aware.choose(alike, [replica("a"), three], 0.0) == "a", "3 > 2, and 3 > 1.5 * 0"
+    nine, six = (replica(n, *[running(f"{n}{i}", 1) for i in range(k)]) for n, k in (("b", 9), ("a", 6)))
+    assert aware.choose(alike, [six, nine], 0.0) == "b", "9 is not more than 1.5 * 6"
+    aware.on_gone("b", 1.0)
+    assert aware.choose(alike, balanced, 0.0) == "a"
+
+
+def test_endpoint_picker_adds_weighted_scores_and_takes_turns() -> None:
+    """GIE's chart: 2 queue + 2 (1 - KV usage) + 3 prefix. a: no queue 2, 60 of 100 blocks 0.8: 2.8. b: queue of 2, the longest,
+    0, 20 blocks 1.6: 1.6, and with 2 of 4 blocks of the prompt 3.1. c: queue of 1 of 2 1, no block 2: 3."""
+    picker = EndpointPicker()
+    a, b = replica("a", running("1", 60)), replica("b", running("2", 20), waiting("3", 1), waiting("4", 1))
+    c = replica("c", waiting("5", 1))
+    request = item("6", prompt=64, prefix_blocks=(1, 2, 3, 4))
+    assert picker.choose(request, [a, b, c], 0.0) == "c"
+    sent(picker, "b", item("7", prefix_blocks=(1, 2)))
+    assert picker.choose(request, [a, b, c], 0.0) == "b"
+    assert EndpointPicker(max_prefix_blocks=2, prefix=1.0).choose(request, [a, b, c], 0.0) == "c"
+    idle = [replica(name) for name in "abc"]
+    assert Counter(picker.choose(item(), idle, 0.0) for _ in range(9)) == dict.fromkeys("abc", 3)
+    with pytest.raises(InputError, match="at least one weight"):
+        EndpointPicker(queue=0, kv_cache=0, prefix=0)
+
+
+def test_kv_router_adds_blocks_to_compute_and_blocks_in_use() -> None:
+    """Dynamo's documented example, 10 blocks of prompt: 8 + 10 = 18, 5 + 5 = 10, 2 + 9 = 11."""
+    rng = np.random.default_rng(0)
+
+    def worker(name: str, cached: int, decode: int, **more: Any) -> ReplicaSnapshot:
+        return replica(name, running(name, decode), cached_tokens=lambda _: 16 * cached, **more)
+
+    workers = [worker("1", 2, 10), worker("2", 5, 5), worker("3", 8, 9)]
+    request = item(prompt=160)
+    assert KVRouter(rng=rng).choose(request, workers, 0.0) == "2"
+    assert KVRouter(rng=rng, overlap_score_weight=2.0).choose(request, workers, 0.0) == "3", "15 and 13"
+    behind = worker("3", 8, 9, running_prefill_tokens=lambda: 80)
+    assert KVRouter(rng=rng, overlap_score_weight=2.0).choose(request, [workers[1], behind], 0.0) == "2"
+    queue = replica("4", waiting("x", 3), cached_tokens=lambda _: 160)
+    assert KVRouter(rng=rng).choose(request, [queue, worker("5", 10, 5)], 0.0) == "5", "3 + 3 against 0 + 5"
+    idle = [replica(name) for name in "ab"]
+    assert {KVRouter(rng=rng).choose(request, idle, 0.0) for _ in range(20)} == {"a", "b"}
+
+
+def test_session_hash_moves_only_the_sessions_of_a_replica_that_is_gone() -> None:
+    hashed, names = SessionHash(), "abcd"
+    sessions = [item(str(number), session=f"s{number}") for number in range(400)]
+
+    def places(names: str) -> list[str]:
+        return [hashed.choose(one, [replica(name) for name in names], 0.0) for one in sessions]
+
+    before = places(names)
+    counts = Counter(before)
+    # With 160 points each, a fraction of 1/4 has a standard deviation of about 0.25 / sqrt(160) beside that of 400 draws.
+    assert all(abs(counts[name] / 400 - 0.25) < 4 * math.hypot(0.25 / 160**0.5, 0.022) for name in names)
+    without = places("abc")
+    assert all(old in (new, "d") for old, new in zip(before, without, strict=True))
+    assert places(names) == before
+
+
+def test_session_hash_sends_requests_without_session_where_fewest_went_in_the_window() -> None:
+    hashed = SessionHash(window_s=60.0)
+    both = [replica("a"), replica("b")]
+    sent(hashed, "a", item("1"), item("2"), now=0.0)
+    sent(hashed, "b", item("3"), now=50.0)
+    assert hashed.choose(item(), both, 60.0) == "b"
+    assert hashed.choose(item(), both, 61.0) == "a", "its two requests are older than the window"
+
+
+def test_prefix_aware_follows_the_longest_match_whatever_the_load() -> None:
+    aware = PrefixAware(rng=np.random.default_rng(0))
+    sent(aware, "a", item("1", prefix_blocks=(1, 2, 3)))
+    sent(aware, "b", item("2", prefix_blocks=(1, 7)))
+    full = [replica("a", *[running(f"x{number}", 1) for number in range(50)]), replica("b"), replica("c")]
+    assert aware.choose(item("3", prefix_blocks=(1, 2, 9)), full, 0.0) == "a"
+    assert {aware.choose(item("4", prefix_blocks=(1, 8)), full, 0.0) for _ in range(30)} == {"a", "b"}
+    assert {aware.choose(item("5", prefix_blocks=(5,)), full, 0.0) for _ in range(60)} == {"a", "b", "c"}
 
 
 def work_s(work: PredictedWork, *views: RequestView) -> float:
