@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from benchmarks.reproduce.data_sheets import data_sheets
 from benchmarks.reproduce.simulate import Outcome, System, percentile
 from scheduler_core.routing.base import RoutingRequest
 from scheduler_core.routing.llumnix import Llumnix, full_freeness
@@ -14,7 +15,6 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.tiers import TiersConfig
 from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.step_time.base import DecodeRun, StepTime, StepWork
-from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
@@ -22,7 +22,7 @@ from scheduler_core.simulator.workloads.workload import Tiers, Workload
 #: Released code: 4 replicas of 128 blocks of 16 tokens, at most 64 requests in a batch.
 REPLICAS, BLOCKS, SEATS = 4, 128, 64
 QPS = 1250.0
-STEP_TIME = RooflineStepTime(model="llama-2-7b", gpu="a100-80gb")
+STEP_TIME = data_sheets("llama-2-7b", "a100-80gb")
 #: Released code: runs stop after this many seconds, and unfinished requests are excluded.
 CUT_S = 60.0
 #: Released code: attention of a larger batch is charged as one of this size.
@@ -141,7 +141,7 @@ def search(num: int, mix: str, tiers: Sequence[int], headrooms: Sequence[float],
         workload=workload(num, 1, mix),
         scheduler=limits("vllm"),
         step_time_model="roofline",
-        step_time_parameters={"model": STEP_TIME.model, "gpu": STEP_TIME.gpu},
+        step_time_parameters=asdict(STEP_TIME),
         cluster=ClusterConfig(num_replicas=REPLICAS, router="llumnix", migration=True),
         tiers=list(tiers),
         headroom_fractions=list(headrooms),

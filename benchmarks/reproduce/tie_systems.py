@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.reproduce.data_sheets import data_sheets, num_kv_blocks
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_requests import Order, Requests, requests, told
@@ -79,14 +80,14 @@ class Setting:
     @property
     def step_time(self) -> RooflineStepTime:
         """Step times from data sheets."""
-        return RooflineStepTime(model=self.model, gpu="a6000-48gb", tensor_parallel=self.devices)
+        return data_sheets(self.model, "a6000-48gb", self.devices)
 
     def limits(self, share: float) -> SchedulerConfig:
         """Limits of an engine with a fraction `share` of the slots and memory, for as many requests."""
         return SchedulerConfig(
             max_num_seqs=max(8, round(SEATS * share)),
             max_num_batched_tokens=BUDGET,
-            num_kv_blocks=round(self.step_time.num_kv_blocks() * share),
+            num_kv_blocks=round(num_kv_blocks(self.step_time) * share),
         )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from benchmarks.reproduce.data_sheets import data_sheets, num_kv_blocks
 from benchmarks.reproduce.simulate import Outcome, System, log_normal, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import NO_EFFECT, Effort
 from scheduler_core.scheduler import SchedulerConfig
@@ -61,12 +62,12 @@ class Engine:
     @property
     def step_time(self) -> RooflineStepTime:
         """Step times from data sheets."""
-        return RooflineStepTime(model=self.model, gpu=self.gpu, tensor_parallel=self.devices)
+        return data_sheets(self.model, self.gpu, self.devices)
 
     def limits(self, small: bool) -> SchedulerConfig:
         """Limits of one replica: at most one slot per token of a step; the quick version has less memory."""
         times = self.step_time
-        blocks = times.num_kv_blocks()
+        blocks = num_kv_blocks(times)
         if self.kv_bytes is not None:
             blocks = int(self.kv_bytes / times.size.kv_bytes_per_token) // 16
         return SchedulerConfig(

@@ -25,7 +25,8 @@ class Limits:
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens in one step, prefill and decode together; at least max_num_seqs."""
     num_kv_blocks: int = 8192
-    """Blocks in the KV cache."""
+    """Blocks in the KV cache. In simulations with step times from data sheets (roofline) the default stands for as many as
+    fit into the memory."""
     kv_block_tokens: int = 16
     """Tokens per KV block."""
     kv_watermark: float = 0.01

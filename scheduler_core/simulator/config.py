@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,10 @@ class ClusterConfig:
     num_replicas: int = 1
     """Number of replicas; 1 needs no router."""
     router: str = "jsq"
-    """Router that chooses the replica of each request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine,
-    session_affine, predicted_work, predicted_wait, infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
+    """Router that chooses the replica of each request: round_robin, random, jsq (least requests), power_of_two, session_hash,
+    prefix_aware (vLLM's production-stack), cache_aware (SGLang), endpoint_picker (llm-d), kv_router (Dynamo), session_affine,
+    prefix_affine, least_kv, predicted_work, predicted_wait, infaas, llumnix, disaggregated; see
+    scheduler_core/routing/README.md."""
     router_parameters: dict[str, float | bool] = field(default_factory=dict)
     """Overrides of the router's parameters, such as {alpha: 2} for infaas or {whole_queue: true} for llumnix."""
     num_prefill_replicas: int = 0
@@ -262,9 +264,25 @@ class SimulationConfig:
         values = {item.name: getattr(self, item.name) for item in fields(SimulationConfig)}
         return SimulationConfig(**values | changes)
 
+    @property
+    def limits(self) -> SchedulerConfig:
+        """`scheduler`; with a roofline, its default num_kv_blocks stands for as many as fit into the memory."""
+        limits = self.scheduler
+        if self.step_time_model != "roofline" and not isinstance(self.step_time_parameters, str):
+            return limits
+        step_time = self.make_step_time()
+        if limits.num_kv_blocks != SchedulerConfig.num_kv_blocks or not isinstance(
+            step_time, RooflineStepTime
+        ):
+            return limits
+        num = step_time.num_kv_blocks(
+            limits.kv_block_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
+        )
+        return replace(limits, num_kv_blocks=num)
+
     def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
         """A new scheduler of one replica; `InputError` if policy and batch former are not compatible."""
-        return Scheduler(self.scheduler, make_policy(self.order_policy, self.policy_parameters), log)
+        return Scheduler(self.limits, make_policy(self.order_policy, self.policy_parameters), log)
 
     def make_step_time(self) -> StepTime:
         """The model of step times; `InputError` if a name or parameter is unknown, or a file is invalid."""

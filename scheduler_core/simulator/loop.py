@@ -23,12 +23,18 @@ from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn, ScaleOut
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
+from scheduler_core.routing.snapshot import (
+    ReplicaRole,
+    ReplicaSnapshot,
+    ReplicaStatus,
+    take_snapshot,
+    waiting_view,
+)
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
 from scheduler_core.simulator.sources import EventSource, TraceEvent
-from scheduler_core.simulator.step_time.base import StepTime
+from scheduler_core.simulator.step_time.base import StepTime, delays_of
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.trace_predictions import Predictions, Progress
 from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
@@ -150,7 +156,8 @@ class Simulation:
         self._sessions = SessionStates()
         #: Corrected predictions of requests in the system, by request id.
         self._corrected: dict[str, Prediction] = {}
-        self._source = EventSource(trace, predictions)
+        frontend_s = max(delays_of(model).frontend_s for model in step_times.values())
+        self._source = EventSource(trace, predictions, frontend_s)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._stop_after = math.inf if stop_after is None else stop_after
         self._progress = progress
@@ -264,7 +271,7 @@ class Simulation:
         self._may_count = False
         waiting = self._num_pending
         for replica in self._replicas.values():
-            waiting += replica.scheduler.num_waiting
+            waiting += replica.scheduler.num_waiting + len(replica.held)
         counts = (len(self._rows), waiting)
         if counts != self._counts:
             elapsed = now - self._counted_s
@@ -281,7 +288,7 @@ class Simulation:
     def _deliver(self, event: TraceEvent) -> None:
         name = event.request.request_id
         if event.is_arrival:
-            self._arrive(event.request)
+            self._arrive(event.request, event.time_s)
         elif name not in self._outcome.refused:
             prediction = self._prediction(event.request)
             if self._migrations.stopped(name):
@@ -332,17 +339,17 @@ class Simulation:
     def _update(self, name: str, prediction: Prediction | None, now: float) -> None:
         if self._dispatcher is None:
             (replica,) = self._replicas.values()
-            replica.scheduler.update(name, prediction, now)
+            replica.update(name, prediction, now)
             return
         self._delivered[name] = prediction
         replica_id = self._dispatcher.replica_of(name)
         if replica_id is not None:
             replica = self._replicas[replica_id]
             self._reach(replica, now)
-            replica.scheduler.update(name, prediction, now)
+            replica.update(name, prediction, now)
 
-    def _arrive(self, row: TraceRequest) -> None:
-        name, now = row.request_id, row.arrival_s
+    def _arrive(self, row: TraceRequest, now: float) -> None:
+        name = row.request_id
         self._may_count = True
         request = row.request()
         refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
@@ -353,7 +360,7 @@ class Simulation:
         self._rows[name] = row
         if self._dispatcher is None:
             (replica,) = self._replicas.values()
-            replica.scheduler.add(request, now)
+            replica.add(request, now)
         else:
             replica = next(iter(self._replicas.values()))
             blocks = prefix_blocks(row, replica.scheduler.config.kv_block_tokens)
@@ -386,9 +393,9 @@ class Simulation:
                     self._reach(self._replicas[former], now)
                     self._replicas[former].scheduler.end_session(request.session, now)
             self._reach(replica, now)
-            replica.scheduler.add(request, now)
+            replica.add(request, now)
             if request.request_id in self._delivered:
-                replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
+                replica.update(request.request_id, self._delivered[request.request_id], now)
 
     def _join(self, name: str, now: float) -> None:
         dispatcher = self._dispatcher
@@ -400,8 +407,12 @@ class Simulation:
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         snapshots = []
         for name, status in dispatcher.replicas.items():
-            scheduler, role = self._replicas[name].scheduler, self._roles[name]
+            replica, role = self._replicas[name], self._roles[name]
+            scheduler = replica.scheduler
             snapshot = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
+            for request in replica.held.values():
+                view = waiting_view(request, request.tier, None, scheduler.config.kv_block_tokens)
+                snapshot = snapshot.with_waiting(view)
             snapshots.append(snapshot)
         return tuple(snapshots)
 
@@ -446,7 +457,8 @@ class Simulation:
             self._scale(self._scaler, dispatcher, now)
         if self._planner is None:
             return
-        busy = self._migrations.in_flight | self._pending_moves
+        held = {name for replica in self._replicas.values() for name in replica.held}
+        busy = self._migrations.in_flight | self._pending_moves | held
         for move in self._planner.plan(self._snapshots(dispatcher, keep_requests=True), busy, now):
             self._pending_moves.add(move.request_id)
             self._replicas[move.source].between_steps(lambda at, move=move: self._start_move(move, at), now)  # type: ignore[misc]

@@ -9,9 +9,17 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from scheduler_core.engine.plan import Finished, PrefillChunk, StepPlan, StepResult
-from scheduler_core.request import Phase, Status
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.request import Phase, Request, Status
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.step_time.base import DecodeContexts, DecodeRun, StepGroup, StepTime, StepWork
+from scheduler_core.simulator.step_time.base import (
+    DecodeContexts,
+    DecodeRun,
+    StepGroup,
+    StepTime,
+    StepWork,
+    delays_of,
+)
 from scheduler_core.simulator.trace import TraceRequest
 from scheduler_core.simulator.watch import ReplicaWatch, Step
 
@@ -113,6 +121,32 @@ class SimulatedReplica:
         #: Without lockstep: remaining tokens of each decode of the plan.
         self._remaining: list[int] = []
         self._deferred: list[Callable[[float], None]] = []
+        self._plans_ahead = delays_of(step_time).plans_ahead
+        #: Requests that arrived during the current step, when the next one was already planned, and their predictions.
+        self.held: dict[str, Request] = {}
+        self._held_predictions: dict[str, Prediction | None] = {}
+
+    def add(self, request: Request, now: float) -> None:
+        """Gives a request to the scheduler: at once, or when the step that is already planned starts."""
+        if self._plans_ahead and self.step is not None:
+            self.held[request.request_id] = request
+        else:
+            self.scheduler.add(request, now)
+
+    def update(self, request_id: str, prediction: Prediction | None, now: float) -> None:
+        """Gives the prediction of a request to the scheduler, not before the request."""
+        if request_id in self.held:
+            self._held_predictions[request_id] = prediction
+        else:
+            self.scheduler.update(request_id, prediction, now)
+
+    def _add_held(self, now: float) -> None:
+        held, predictions = self.held, self._held_predictions
+        self.held, self._held_predictions = {}, {}
+        for request in held.values():
+            self.scheduler.add(request, now)
+        for name, prediction in predictions.items():
+            self.scheduler.update(name, prediction, now)
 
     def between_steps(self, action: Callable[[float], None], now: float) -> None:
         """Calls `action` with the time: at once if idle, else at the end of the current step."""
@@ -133,6 +167,11 @@ class SimulatedReplica:
         of the next external event."""
         scheduler = self.scheduler
         plan = scheduler.schedule(now)
+        if self.held:
+            self._add_held(now)
+            if plan is None:  # an idle engine plans again
+                plan = scheduler.schedule(now)
+            until_s = now
         if plan is None:
             self._run = None
             return None

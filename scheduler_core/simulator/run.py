@@ -23,7 +23,7 @@ from scheduler_core.simulator.metrics import predictor_statistics, run_metrics, 
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
-from scheduler_core.simulator.step_time.roofline import KV_BLOCK_TOKENS, RooflineStepTime
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.step_time.stability import rad_bounds
 from scheduler_core.simulator.trace import Trace, load_trace, waits_for
 from scheduler_core.simulator.trace_predictions import (
@@ -131,7 +131,7 @@ def prepare_trace(config: SimulationConfig) -> Trace:
 
 def _saturation_rate_rps(config: SimulationConfig, trace: Trace) -> float:
     """Saturation rate of all replicas together."""
-    rate = saturation_rate_rps(trace, config.scheduler, config.make_step_time())
+    rate = saturation_rate_rps(trace, config.limits, config.make_step_time())
     return rate * config.cluster.num_replicas
 
 
@@ -188,6 +188,7 @@ def run_simulation(
     cluster = config.cluster
     if log is not None and cluster.num_replicas > 1:
         raise InputError("decisions", cluster.num_replicas, "one replica with a decision log")
+    config = replace(config, scheduler=config.limits)
     if trace is None:
         trace = prepare_trace(config)
     config = _with_cycle_length(config, trace)
@@ -304,14 +305,14 @@ def _kv_cache_problem(config: SimulationConfig) -> str | None:
     step_time, scheduler = config.make_step_time(), config.scheduler
     if not isinstance(step_time, RooflineStepTime):
         return None
-    num_tokens = scheduler.num_kv_blocks * scheduler.kv_block_tokens
-    fitting = step_time.num_kv_blocks() * KV_BLOCK_TOKENS
-    if num_tokens <= fitting:
+    block = scheduler.kv_block_tokens
+    fitting = step_time.num_kv_blocks(block, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    if scheduler.num_kv_blocks <= fitting:
         return None
-    devices = f"{step_time.tensor_parallel} x {step_time.gpu} with the weights of {step_time.model}"
+    devices = f"{step_time.num_devices} x {step_time.gpu} with the weights of {step_time.model}"
     return (
-        f"the KV cache of {num_tokens} tokens does not fit: {devices} have memory for {fitting}; "
-        f"use --scheduler.num_kv_blocks {fitting // scheduler.kv_block_tokens}"
+        f"the KV cache of {scheduler.num_kv_blocks * block} tokens does not fit: {devices} have memory for "
+        f"{fitting * block}; use --scheduler.num_kv_blocks {fitting}"
     )
 
 

@@ -25,9 +25,11 @@ class EventSource:
     - A request that waits for the ends of others (see `waits_for`) arrives its think time after the last of them, but not
       before its `arrival_s`. A refused request ends at its arrival.
     - A prediction arrives `latency_s` after its request.
+    - An engine gets a request `delay_s` after its arrival.
     """
 
-    def __init__(self, trace: Trace, predictions: Predictions) -> None:
+    def __init__(self, trace: Trace, predictions: Predictions, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
         self._predicted, self._delays_s = predictions.by_id, predictions.latency_s
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
         waits = waits_for(rows)
@@ -47,20 +49,20 @@ class EventSource:
         self._heap: list[tuple[float, bool, int, TraceRequest]] = []
         self._num_pushed = 0
         #: Time of the next event in seconds; infinite if there is none for now.
-        self.next_s = self.start_s
+        self.next_s = self.start_s + delay_s
 
     def _due_s(self) -> float:
         due = self._heap[0][0] if self._heap else math.inf
         if self._rows:
-            return min(due, self._rows[-1].arrival_s)
+            return min(due, self._rows[-1].arrival_s + self._delay_s)
         return due
 
     def pop(self) -> TraceEvent:
         """Removes and returns the next event, which must exist."""
         rows, heap = self._rows, self._heap
-        if rows and (not heap or (rows[-1].arrival_s, False) <= heap[0][:2]):
+        if rows and (not heap or (rows[-1].arrival_s + self._delay_s, False) <= heap[0][:2]):
             row = rows.pop()
-            time_s, is_arrival = row.arrival_s, True
+            time_s, is_arrival = row.arrival_s + self._delay_s, True
         else:
             time_s, is_prediction, _, row = heapq.heappop(heap)
             is_arrival = not is_prediction
@@ -76,7 +78,7 @@ class EventSource:
             if not self._num_ends[waiting.request_id]:
                 time_s = max(waiting.arrival_s, now + (waiting.think_time_s or 0.0))
                 moved = waiting if time_s == waiting.arrival_s else replace(waiting, arrival_s=time_s)
-                self._push(time_s, False, moved)
+                self._push(time_s + self._delay_s, False, moved)
 
     def _push(self, time_s: float, is_prediction: bool, row: TraceRequest) -> None:
         self._num_pushed += 1

@@ -233,15 +233,18 @@ def test_a_model_that_does_not_fit_ends_the_command(short: Path, capsys: pytest.
 def test_a_kv_cache_that_does_not_fit_beside_the_weights_is_told(
     model: str, fits: bool, short: Path, caplog: Caplog
 ) -> None:
-    """Two cards hold the weights of a 70B model and 9,000 tokens, not the 131,072 of the default."""
+    """Two cards hold the weights of a 70B model and some 20,000 tokens, not 131,000; unset, the KV cache is as large."""
     options = f"run --trace {short} --policy fcfs --json {short.parent}/o.json --step_time_model roofline"
     assert typed(options, "--step_time_parameters", f"{{model: {model}, tensor_parallel: 2}}") == 0
-    told = [line for line in caplog.messages if "the KV cache of 131072 tokens does not fit" in line]
+    assert not [line for line in caplog.messages if "does not fit" in line]
+    options += " --overwrite true --scheduler.num_kv_blocks 8191"
+    assert typed(options, "--step_time_parameters", f"{{model: {model}, tensor_parallel: 2}}") == 0
+    told = [line for line in caplog.messages if "the KV cache of 131056 tokens does not fit" in line]
     assert len(told) == (not fits)
     if told:
-        num_blocks = RooflineStepTime(model=model, tensor_parallel=2).num_kv_blocks()
+        num_blocks = RooflineStepTime(model=model, tensor_parallel=2).num_kv_blocks(16, 64, 2048)
         assert told[0].endswith(f"use --scheduler.num_kv_blocks {num_blocks}")
-        options += f" --overwrite true --scheduler.num_kv_blocks {num_blocks}"
+        options += f" --scheduler.num_kv_blocks {num_blocks}"
         caplog.clear()
         assert typed(options, "--step_time_parameters", f"{{model: {model}, tensor_parallel: 2}}") == 0
         assert not [line for line in caplog.messages if "does not fit" in line]

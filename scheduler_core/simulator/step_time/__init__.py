@@ -11,7 +11,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_choice
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.shell.json_text import read_json_object
-from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
+from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork, delays_of
 from scheduler_core.simulator.step_time.operator_table import read_operator_table
 from scheduler_core.simulator.step_time.quadratic import quadratic_step_time
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
@@ -68,7 +68,8 @@ def prefill_s(prompt_tokens: int, chunk_tokens: int, step_time: StepTime) -> flo
 
 def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: StepTime) -> float:
     """Latency to the last token on an idle engine in seconds: prompt in maximum chunks, then decodes."""
-    total = prefill_s(row.prompt_tokens, config.max_num_batched_tokens, step_time)
+    total = delays_of(step_time).frontend_s
+    total += prefill_s(row.prompt_tokens, config.max_num_batched_tokens, step_time)
     if row.output_tokens > 1:
         total += step_time.run([row.prompt_tokens], 0.0).end_s(row.output_tokens - 1)
     return total

@@ -95,6 +95,25 @@ class StepGroup(NamedTuple):
 StepGroups = Sequence[StepGroup]
 
 
+class EngineDelays(NamedTuple):
+    """What a request waits for beside the steps that it is in.
+
+    Attributes:
+        frontend_s: Time outside the engine, such as for HTTP and tokenization.
+        plans_ahead: The next step is already planned when one starts, so that a request that arrives during a step is in
+            none of the two.
+    """
+
+    frontend_s: float = 0.0
+    plans_ahead: bool = False
+
+
+def delays_of(step_time: object) -> EngineDelays:
+    """The delays of the engine with these step times; none if the model does not know them."""
+    delays = getattr(step_time, "delays", None)
+    return delays if isinstance(delays, EngineDelays) else EngineDelays()
+
+
 class DecodeRun(ABC):
     """A run of decode steps that starts at `start_s`; the caller counts completed steps in `num_done`."""
 

@@ -1,210 +1,299 @@
 """Step times from data sheets: the maximum of compute time and memory time (roofline model)."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from itertools import pairwise
 
-from scheduler_core.errors import InputError
-from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork, total_of
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.shell.json_text import parse_json
+from scheduler_core.simulator.step_time.base import (
+    DecodeRun,
+    EngineDelays,
+    PolynomialRun,
+    StepGroup,
+    StepGroups,
+    StepWork,
+    total_of,
+)
+from scheduler_core.simulator.step_time.deployment import GPUS, KV_BYTES, Deployment
+from scheduler_core.simulator.step_time.model_size import MODELS, WEIGHT_BITS
 
-#: Tokens of a block of the KV cache in `RooflineStepTime.num_kv_blocks`.
-KV_BLOCK_TOKENS = 16
-#: With several devices: seconds of each of two collectives per layer beside its transfer, and bandwidth in one direction.
-COLLECTIVE_S, LINK_BYTES_PER_S = 2e-5, 300e9
+__all__ = ["GPUS", "MODELS", "RooflineStepTime"]
+
+#: Large messages between devices, as of the collectives of long prompts: seconds beside the transfer, and the achieved fraction
+#: of the bandwidth.
+MESSAGE_S, MESSAGE_EFFICIENCY = 2e-5, 2 / 3
 #: Bandwidth to host memory: PCIe 4.0 x16.
 HOST_BYTES_PER_S = 25e9
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """Data sheet of an NVIDIA GPU; `flops` are dense 16-bit tensor-core operations per second."""
-
-    flops: float
-    bytes_per_s: float
-    memory_bytes: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Size of a decoder-only transformer with gated feed-forward layers, such as Llama, Mistral and Qwen. `source` is
-    the model whose config.json has these numbers; with `tied`, input and output embeddings are the same matrix."""
-
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head: int
-    intermediate: int
-    vocabulary: int
-    source: str
-    tied: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        """Number of weights in the matrices of all layers, without norms and biases, which are negligible."""
-        attention = self.hidden * self.head * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights of all matrices, including embeddings."""
-        return self.layer_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def attention_flops(self) -> float:
-        """Operations for the attention of one token to another, in all layers."""
-        return 4.0 * self.num_layers * self.num_heads * self.head
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values per token in 16 bit."""
-        return 4 * self.num_layers * self.num_kv_heads * self.head
-
-
-GPUS: dict[str, Gpu] = {
-    "a100-40gb": Gpu(312e12, 1555e9, 40e9, "A100 Tensor Core GPU, 40GB PCIe and SXM"),
-    "a100-80gb": Gpu(312e12, 2039e9, 80e9, "A100 Tensor Core GPU, 80GB SXM"),
-    "h100-80gb": Gpu(989.4e12, 3350e9, 80e9, "H100 SXM5; half of the 1,979 TFLOPS with sparsity"),
-    "h200-141gb": Gpu(989.4e12, 4800e9, 141e9, "H200 SXM; half of the 1,979 TFLOPS with sparsity"),
-    "a6000-48gb": Gpu(154.8e12, 768e9, 48e9, "RTX A6000; half of the 309.7 TFLOPS with sparsity"),
-    "rtx6000ada-48gb": Gpu(364.2e12, 960e9, 48e9, "RTX 6000 Ada; a quarter of 1,457 in FP8 with sparsity"),
-    "a5000-24gb": Gpu(111.1e12, 768e9, 24e9, "RTX A5000; half of the 222.2 TFLOPS with sparsity"),
-}
-MODELS: dict[str, ModelSize] = {
-    "codellama-34b": ModelSize(48, 8192, 64, 8, 128, 22016, 32000, "codellama/CodeLlama-34b-hf"),
-    "llama-2-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 32000, "meta-llama/Llama-2-7b-hf"),
-    "llama-2-13b": ModelSize(40, 5120, 40, 40, 128, 13824, 32000, "meta-llama/Llama-2-13b-hf"),
-    "llama-2-70b": ModelSize(80, 8192, 64, 8, 128, 28672, 32000, "meta-llama/Llama-2-70b-hf"),
-    "llama-3-8b": ModelSize(32, 4096, 32, 8, 128, 14336, 128256, "meta-llama/Meta-Llama-3-8B"),
-    "llama-3-70b": ModelSize(80, 8192, 64, 8, 128, 28672, 128256, "meta-llama/Meta-Llama-3-70B"),
-    "llama-3.2-1b": ModelSize(16, 2048, 32, 8, 64, 8192, 128256, "meta-llama/Llama-3.2-1B", tied=True),
-    "llama-3.2-3b": ModelSize(28, 3072, 24, 8, 128, 8192, 128256, "meta-llama/Llama-3.2-3B", tied=True),
-    "mistral-7b": ModelSize(32, 4096, 32, 8, 128, 14336, 32000, "mistralai/Mistral-7B-v0.1"),
-    "qwen1.5-4b": ModelSize(40, 2560, 20, 20, 128, 6912, 151936, "Qwen/Qwen1.5-4B"),
-    "qwen1.5-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 151936, "Qwen/Qwen1.5-7B"),
-    "qwen2.5-0.5b": ModelSize(24, 896, 14, 2, 64, 4864, 151936, "Qwen/Qwen2.5-0.5B", tied=True),
-    "qwen2.5-1.5b": ModelSize(28, 1536, 12, 2, 128, 8960, 151936, "Qwen/Qwen2.5-1.5B", tied=True),
-    "qwen2.5-7b": ModelSize(28, 3584, 28, 4, 128, 18944, 152064, "Qwen/Qwen2.5-7B"),
-    "qwen2.5-14b": ModelSize(48, 5120, 40, 8, 128, 13824, 152064, "Qwen/Qwen2.5-14B"),
-    "qwen2.5-32b": ModelSize(64, 5120, 40, 8, 128, 27648, 152064, "Qwen/Qwen2.5-32B"),
-    "qwen2.5-72b": ModelSize(80, 8192, 64, 8, 128, 29568, 152064, "Qwen/Qwen2.5-72B"),
-}
+#: Constants that `python -m benchmarks.h100 --fit` writes.
+FITTED: dict[str, float] = parse_json(files(__package__).joinpath("roofline.json").read_text())
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineStepTime:
-    """t = overhead_s + max(F_w / f, B_w / b) + attention + copies; attention is the sum of max(F_a / f, B_a / b) over the
-    chunks, plus one such term for all decodes.
+class RooflineStepTime(Deployment):
+    """t = overhead_s + layer_s L + max(F_w / f, B_w / b) + attention + collectives + copies; attention is the sum of
+    max(F_a / f, B_a / b) over the chunks, plus one such term for all decodes.
 
-    Linear layers: F_w = 2 W tokens, plus 2 V per sampled token; B_w = 2 (W + V), the weights, read once per step.
-    Attention of c tokens after k: F_a = 4 L H c (k + (c + 1) / 2), B_a = bytes of the keys and values of k + c tokens.
+    Linear layers: F_w = 2 W_1 n, plus 2 V per sampled token; B_w = the bytes of W and V, read once per step, where of E experts
+    in a layer, of which a token uses k, those of n tokens are read: E (1 - (1 - k / E)^n), if tokens choose independently.
+    Attention of c tokens after k: F_a = 4 H c (k + (c + 1) / 2), B_a = bytes of the keys and values of k + c tokens, in all
+    layers; in one with a window only within it.
+    Collectives: each layer has two all-reduces of n hidden vectors, a ring's 2 (d - 1) / d of their bytes on each of d links.
+    Pipeline of p stages: the requests form p batches (fewer if there are fewer requests), one in each stage, so that a step
+    with all of them takes as long as one of these batches in all stages.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | W, V | weights of the layers; of the output embedding | - |
-    | L, H | layers; query heads times their size | - |
-    | f, b | efficiency times operations and bytes per second of all devices of the replica | 1/s |
+    | W, W_1, V | weights of the layers; those that one token uses; of the output embedding | - |
+    | L, H, n | layers; query heads times their size; tokens in the step | - |
+    | f, b | efficiency times operations and bytes per second of all devices of the group | 1/s |
 
-    Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. With the default
-    efficiencies, step times are within 20 % of Vidur's profile of Llama-3-8B on an A100 for 1 to 128 decodes
-    and 256 to 4,096 prompt tokens (tests). For precise results use `simulate calibrate`.
+    Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. The constants in
+    roofline.json are fitted to vLLM on H100, with errors in docs/accuracy.md. On an A100 step times are within 25 % of Vidur's
+    profile of Llama-3-8B for 1 to 128 decodes and 256 to 4,096 prompt tokens (tests). For an engine at hand use
+    `simulate calibrate`.
     """
 
-    model: str = "llama-3-8b"
-    """Served model, see `MODELS`."""
-    gpu: str = "a100-80gb"
-    """Device, see `GPUS`."""
-    tensor_parallel: int = 1
-    """Number of devices that share every layer."""
     compute_efficiency: float = 0.6
     """Achieved fraction of the peak operations, in (0, 1]."""
-    memory_efficiency: float = 0.75
-    """Achieved fraction of the peak bandwidth, in (0, 1]."""
-    overhead_s: float = 1e-3
-    """Additional seconds per step: kernel launches, sampling, host."""
+    memory_efficiency: float = FITTED["memory_efficiency"]
+    """Achieved fraction of the peak bandwidth of the memory, in (0, 1]."""
+    link_efficiency: float = FITTED["link_efficiency"]
+    """Achieved fraction of the bandwidth between devices with the small messages of decode steps, in (0, 1]."""
+    layer_s: float = FITTED["layer_s"]
+    """Seconds per layer and step beside the roofline: launches of kernels and gaps between them."""
+    overhead_s: float = 0.0
+    """Additional seconds per step."""
+    frontend_s: float = FITTED["frontend_s"]
+    """Seconds of each request outside the engine: HTTP, tokenization, first token to the client."""
+    async_scheduling: bool = True
+    """The engine plans a step while the one before it runs, so that a new request waits for a whole step more (vLLM's batch
+    queue, on by default since 0.14)."""
 
     def __post_init__(self) -> None:
-        check_choice("model", self.model, MODELS)
-        check_choice("gpu", self.gpu, GPUS)
-        check_ranges(self, tensor_parallel=(1, 2**31), overhead_s=(0, FINITE))
+        Deployment.__post_init__(self)
+        check_ranges(self, overhead_s=(0, FINITE), layer_s=(0, FINITE), frontend_s=(0, FINITE))
         check_ranges(self, compute_efficiency=(POSITIVE, 1), memory_efficiency=(POSITIVE, 1))
-        self.num_kv_blocks()
+        check_ranges(self, link_efficiency=(POSITIVE, 1))
 
     @property
-    def size(self) -> ModelSize:
-        return MODELS[self.model]
+    def delays(self) -> EngineDelays:
+        """What requests wait for beside the steps that they are in."""
+        return EngineDelays(self.frontend_s, self.async_scheduling)
 
-    @property
-    def _flops(self) -> float:
-        return GPUS[self.gpu].flops * self.compute_efficiency * self.tensor_parallel
-
-    @property
+    @cached_property
     def _bytes_per_s(self) -> float:
-        return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
+        """Achieved bandwidth of the memory of one device."""
+        return self.device.bytes_per_s * self.memory_efficiency
 
-    def num_kv_blocks(self) -> int:
-        """Number of blocks of `KV_BLOCK_TOKENS` that fit into 90 % of the memory with the weights; InputError if none."""
-        usable, weights = GPUS[self.gpu].memory_bytes * 0.9, 2 * self.size.num_parameters
-        block = self.size.kv_bytes_per_token * KV_BLOCK_TOKENS
-        blocks = int((usable * self.tensor_parallel - weights) // block)
-        if blocks <= 0:
-            allowed = (
-                f"at least {math.ceil((weights + block) / usable)}: the 16-bit weights of {self.model} take "
-                f"{weights / 1e9:.0f} GB, and one {self.gpu} has {usable / 1e9:.0f} GB for weights and KV cache"
-            )
-            raise InputError("tensor_parallel", self.tensor_parallel, allowed)
-        return blocks
+    @cached_property
+    def _flops(self) -> float:
+        """Achieved 16-bit operations of the devices that share a layer."""
+        return self.device.flops * self.compute_efficiency * self.tensor_parallel
+
+    @cached_property
+    def _fixed_s(self) -> float:
+        """Time of a step without work."""
+        return self.overhead_s + self.layer_s * self.size.num_layers
+
+    @cached_property
+    def _output_weights(self) -> int:
+        return self.size.vocabulary * self.size.hidden
+
+    @cached_property
+    def _token_s(self) -> float:
+        """Compute time of one token in the linear layers."""
+        dense, expert = (
+            self.device.fp8_flops if name == "fp8" else self.device.flops for name in self.weight_types
+        )
+        routed = self.size.active_parameters - self.size.dense_parameters
+        seconds = self.size.dense_parameters / dense + routed / expert
+        return 2.0 * seconds / (self.compute_efficiency * self.tensor_parallel)
+
+    @cached_property
+    def _dense_bytes(self) -> float:
+        """Bytes of the weights of the layers on a device that each step reads."""
+        return self.size.dense_parameters * WEIGHT_BITS[self.weight_types[0]] / 8 / self.tensor_parallel
+
+    @cached_property
+    def _experts(self) -> tuple[tuple[int, float, float], ...]:
+        """For each kind of layer with experts: their number, the probability that a token uses one of them, and the bytes of
+        one expert in all layers of the kind."""
+        bits = WEIGHT_BITS[self.weight_types[1]]
+        return tuple(
+            (layer.num_experts, layer.experts_per_token / layer.num_experts, num * layer.expert * bits / 8)
+            for layer, num in self.size.layers
+            if layer.num_experts
+        )
+
+    @cached_property
+    def _attention(self) -> tuple[tuple[int | None, float, float, float], ...]:
+        """For each window (None: without): seconds for a token in the context of a decode; for reading that of a chunk; for
+        computing one token's attention to another in a chunk."""
+        kinds: dict[int | None, tuple[float, float, float]] = {}
+        for layer, num in self.size.layers:
+            held = num * layer.kv_values * KV_BYTES[self.kv_cache] / min(self.tensor_parallel, layer.kv_heads)
+            reading = held / self._bytes_per_s
+            decode = max(num * layer.decode_flops / self._flops, reading)
+            before = kinds.get(layer.window, (0.0, 0.0, 0.0))
+            now = (decode, reading, num * layer.prefill_flops / self._flops)
+            kinds[layer.window] = (before[0] + now[0], before[1] + now[1], before[2] + now[2])
+        return tuple((window, *seconds) for window, seconds in kinds.items())
 
     def step_s(self, work: StepWork) -> float:
-        sampled = len(work.contexts) + sum([chunk.is_last for chunk in work.prefills])
-        seconds = self._linear(work.num_tokens, sampled)
-        seconds += self._decodes(len(work.contexts), total_of(work.contexts))
+        num = len(work.contexts)
+        sampled = num + sum([chunk.is_last for chunk in work.prefills])
+        batches = self._batches(num + len(work.prefills))
+        seconds = self._decodes(work.contexts) if num else 0.0
         for chunk in work.prefills:
             seconds += self._chunk(chunk.start_token, chunk.num_tokens)
+        seconds = seconds / batches + self._linear(work.num_tokens / batches, sampled / batches)
         return seconds + work.num_swapped_tokens * self.size.kv_bytes_per_token / HOST_BYTES_PER_S
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """The attention of decodes is linear in the sum of their contexts, which grows by one per request and step."""
+        """The attention of decodes is linear in the sum of their contexts, which grows by one per request and step, up to the
+        windows of layers."""
         num = len(contexts)
-        first_s = self._linear(num, num) + self._decodes(num, total_of(contexts))
-        return PolynomialRun(start_s, first_s, self._decodes(num, num) - self._decodes(num, 0))
+        batches = self._batches(num)
+        first_s = self._decodes(contexts) / batches + self._linear(num / batches, num / batches)
+        growth_s, windows = 0.0, []
+        for window, decode_s, _, _ in self._attention:
+            if window is None:
+                growth_s += num * decode_s / batches
+            else:
+                steps = sorted([window - context - 1 for context in contexts if context + 1 < window])
+                windows.append((decode_s / batches, steps))
+        if any(steps for _, steps in windows):
+            return WindowedRun(start_s, first_s, growth_s, windows)
+        return PolynomialRun(start_s, first_s, growth_s)
 
     def least_s(self, num_steps: float, prefill_tokens: float, decodes: float) -> float:
-        """Without the output embedding for the first tokens of requests, and without reading it."""
-        size, num_tokens = self.size, prefill_tokens + decodes
-        operations = size.layer_parameters * num_tokens + size.vocabulary * size.hidden * decodes
-        weights = size.layer_parameters * num_steps
-        seconds = 2.0 * max(operations / self._flops, weights / self._bytes_per_s)
-        return self.overhead_s * num_steps + seconds + self._collectives(num_steps, num_tokens)
+        """Without the output embedding for the first tokens of requests, and without reading it; each step reads the experts
+        of one token."""
+        num_tokens = prefill_tokens + decodes
+        computing = self._token_s * num_tokens + 2.0 * self._output_weights * decodes / self._flops
+        experts = sum(num * used * size for num, used, size in self._experts) / self.tensor_parallel
+        reading = (self._dense_bytes + experts) * num_steps / self._bytes_per_s
+        efficiency = max(self.link_efficiency, MESSAGE_EFFICIENCY)
+        seconds = computing + self._sent_bytes(num_tokens) / (efficiency * self._link_bytes_per_s)
+        sent = seconds - computing
+        # A pipeline of p stages processes at most p batches at a time.
+        parts = self.pipeline_parallel
+        return self._fixed_s * num_steps + max(computing / parts, reading) + sent / parts
 
     def least_attention_s(self, prompt_tokens: int, output_tokens: int) -> float:
         """The prompt in one chunk, and all decodes."""
         decodes = output_tokens - 1
-        contexts = decodes * prompt_tokens + decodes * (decodes - 1) // 2
-        return self._chunk(0, prompt_tokens) + self._decodes(decodes, contexts)
+        seconds = self._chunk(0, prompt_tokens)
+        for window, decode_s, _, _ in self._attention:
+            seconds += decode_s * _sum_of_contexts(prompt_tokens, decodes, window)
+        return seconds / self.pipeline_parallel
 
-    def _linear(self, num_tokens: int, num_sampled: int) -> float:
-        size = self.size
-        output = size.vocabulary * size.hidden
-        computing = 2.0 * (size.layer_parameters * num_tokens + output * num_sampled) / self._flops
-        reading = 2.0 * (size.layer_parameters + (output if num_sampled else 0)) / self._bytes_per_s
-        return self.overhead_s + max(computing, reading) + self._collectives(1, num_tokens)
+    def _batches(self, num_requests: int) -> int:
+        """Number of batches that are in the pipeline at the same time."""
+        return max(1, min(self.pipeline_parallel, num_requests))
 
-    def _collectives(self, num_steps: float, num_tokens: float) -> float:
-        """Time of the collectives of several devices in these steps with `num_tokens` tokens in total."""
-        size, devices = self.size, self.tensor_parallel
-        if devices == 1:
-            return 0.0
-        sent = 2 * size.hidden * num_tokens * 2 * (devices - 1) / devices
-        return 2 * size.num_layers * (COLLECTIVE_S * num_steps + sent / LINK_BYTES_PER_S)
+    def _linear(self, num_tokens: float, num_sampled: float) -> float:
+        """A step without attention."""
+        output = self._output_weights
+        computing = self._token_s * num_tokens + 2.0 * output * num_sampled / self._flops
+        reading = self._dense_bytes + (2.0 * output / self.tensor_parallel if num_sampled else 0.0)
+        for num_experts, used, size in self._experts:
+            reading += size * self._touched(num_experts, 1.0 - (1.0 - used) ** num_tokens)
+        seconds = self._fixed_s + max(computing, reading / self._bytes_per_s)
+        return seconds + self._communication(num_tokens)
 
-    def _decodes(self, num: int, context: int) -> float:
+    def _touched(self, num_experts: int, probability: float) -> float:
+        """Experts whose weights a device reads, if each is used with this probability; with whole experts on each device,
+        about the expected maximum over the devices (of normal variables)."""
+        devices = self.tensor_parallel
+        mean = num_experts * probability / devices
+        if not self.expert_parallel or devices == 1:
+            return mean
+        deviation = math.sqrt(mean * (1.0 - probability)) * math.sqrt(2.0 * math.log(devices))
+        return min(num_experts / devices, mean + deviation)
+
+    def _sent_bytes(self, num_tokens: float) -> float:
+        """Bytes that a device sends in the all-reduces of all layers."""
+        devices = self.tensor_parallel
+        return 2 * self.size.num_layers * 2 * self.size.hidden * num_tokens * 2 * (devices - 1) / devices
+
+    def _communication(self, num_tokens: float) -> float:
+        """Time of all-reduces, each in the faster of two ways, and of copies between the stages of a pipeline."""
+        seconds = 0.0
+        if self.tensor_parallel > 1:
+            sent = self._sent_bytes(num_tokens) / self._link_bytes_per_s
+            latency_s = 2 * self.size.num_layers * MESSAGE_S
+            seconds = min(sent / self.link_efficiency, latency_s + sent / MESSAGE_EFFICIENCY)
+        if self.pipeline_parallel > 1:
+            hidden = 2 * self.size.hidden * num_tokens / (self._link_bytes_per_s * MESSAGE_EFFICIENCY)
+            seconds += (self.pipeline_parallel - 1) * (MESSAGE_S + hidden)
+        return seconds
+
+    def _decodes(self, contexts: Sequence[int]) -> float:
         """Attention time of decodes, each of which also reads the keys and values of its new token."""
-        reading = self.size.kv_bytes_per_token / self._bytes_per_s
-        return (context + num) * max(self.size.attention_flops / self._flops, reading)
+        seconds = 0.0
+        for window, decode_s, _, _ in self._attention:
+            if window is None:
+                tokens = total_of(contexts) + len(contexts)
+            else:
+                tokens = sum([min(context + 1, window) for context in contexts])
+            seconds += decode_s * tokens
+        return seconds
 
     def _chunk(self, start: int, num: int) -> float:
-        computing = self.size.attention_flops * num * (start + (num + 1) / 2) / self._flops
-        return max(computing, (start + num) * self.size.kv_bytes_per_token / self._bytes_per_s)
+        seconds = 0.0
+        for window, _, reading_s, pair_s in self._attention:
+            tokens = start + num if window is None else min(start + num, window + num)
+            seconds += max(pair_s * _sum_of_contexts(start, num, window), reading_s * tokens)
+        return seconds
+
+
+def _sum_of_contexts(start: int, num: int, window: int | None) -> float:
+    """Sum of min(start + j, window) over j from 1 to `num`."""
+    if window is None or start + num <= window:
+        return num * (start + (num + 1) / 2)
+    full = min(max(window - start, 0), num)
+    return full * (start + (full + 1) / 2) + (num - full) * window
+
+
+class WindowedRun(PolynomialRun):
+    """Run in which the contexts of some layers stop to grow at a window. `windows`: for each window seconds per token, and
+    the sorted numbers of steps > 0 for which the contexts of requests that have not reached it grow."""
+
+    __slots__ = ("_windows",)
+
+    def __init__(
+        self, start_s: float, first_s: float, growth_s: float, windows: Sequence[tuple[float, list[int]]]
+    ) -> None:
+        super().__init__(start_s, first_s, growth_s)
+        self._windows = windows
+
+    def elapsed_s(self, num_steps: int) -> float:
+        seconds = PolynomialRun.elapsed_s(self, num_steps)
+        last = num_steps - 1
+        for token_s, steps in self._windows:
+            # Each context grows by one for `many` steps, then stays.
+            tokens = sum([(many := min(last, one)) * (many + 1) // 2 + (last - many) * many for one in steps])
+            seconds += token_s * tokens
+        return seconds
+
+    def steps(self, first: int, num_steps: int) -> StepGroups:
+        bounds = {one for _, steps in self._windows for one in steps if first < one < first + num_steps}
+        return [
+            StepGroup(self._step_s(start), self._step_s(start + 1) - self._step_s(start), end - start)
+            for start, end in pairwise(sorted({first, first + num_steps} | bounds))
+        ]
+
+    def _step_s(self, step: int) -> float:
+        seconds = self._first_s + self._growth_s * step
+        return seconds + sum(
+            token_s * sum([min(step, one) for one in steps]) for token_s, steps in self._windows
+        )
+
+    def _guess(self, time_s: float, limit: int) -> int:
+        return 1 + bisect_left(range(1, limit), time_s, key=self.end_s)
