@@ -14,14 +14,18 @@ from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.commands.last_lines import end_with_warnings, seed_warnings
 from scheduler_core.simulator.commands.sweep import BaseConfig
 from scheduler_core.simulator.config import MAX_SEEDS
-from scheduler_core.simulator.metrics import metric, metric_bounds
+from scheduler_core.simulator.planning.search import (
+    Probe,
+    Results,
+    Search,
+    Simulate,
+    drive,
+    highest_level,
+    probe_level,
+)
 from scheduler_core.simulator.sweep import Cell, CellStore, run_cells
-from scheduler_core.statistics import interval
 
 logger = logging.getLogger(__name__)
-
-#: Simulates cells and returns their results in order; see `sweep.run_cells`.
-Simulate = Callable[[Sequence[Cell]], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,9 @@ class SearchConfig(BaseConfig):
     @abstractmethod
     def cell(self, level: float, seed: int) -> Cell:
         """The simulation of a level with a seed."""
+
+    def warnings(self, results: Results) -> dict[str, str]:
+        return seed_warnings(self, results)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +95,23 @@ def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
     """Bisects between `low`, which must meet the targets, and `high`, which must not; otherwise `InputError`.
 
     The result has `level`, the highest level that meets the targets; `failing`, the lowest that does not; and
-    `probes`, all tested levels in order, see `probe_level`.
+    `probes`, all tested levels in order, see `search.probe_level`.
     """
-    probes: list[dict[str, Any]] = []
+    return drive(_search_capacity(config), simulate)
+
+
+def _search_capacity(config: CapacityConfig) -> Search[dict[str, Any]]:
+    probes: list[Probe] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):
-        probes.append(probe_level(config, level, simulate))
+        probes.append((yield from probe_level(config, level)))
         if probes[-1]["meets"] != should_meet:
             verb = "meets" if should_meet else "does not meet"
             allowed = f"a {config.unit} that {verb} the targets: {means_of(probes[-1])}"
             raise InputError(name, level, allowed + advice_of(probes[-1]))
-    good, bad = config.low, config.high
-    while bad / good > 1 + config.tolerance:
-        probes.append(probe_level(config, (good * bad) ** 0.5, simulate))
-        if probes[-1]["meets"]:
-            good = probes[-1]["level"]
-        else:
-            bad = probes[-1]["level"]
-    return {"level": good, "failing": bad, "probes": probes}
+    good, bad, between = yield from highest_level(
+        lambda level: probe_level(config, level), config.low, config.high, config.tolerance
+    )
+    return {"level": good, "failing": bad, "probes": probes + between}
 
 
 def means_of(probe: Mapping[str, Any]) -> str:
@@ -115,41 +122,6 @@ def means_of(probe: Mapping[str, Any]) -> str:
 def advice_of(probe: Mapping[str, Any]) -> str:
     """Why a probe may mislead, as the end of a message."""
     return f"; {probe['warnings']['steady_state']}" if "steady_state" in probe["warnings"] else ""
-
-
-def probe_level(config: SearchConfig, level: float, simulate: Simulate) -> dict[str, Any]:
-    """Adds seeds, two at a time, until the confidence interval of each metric is on one side of its bound.
-
-    All levels use the same seeds, so that they only differ in load. The result has `level`; `meets` (the targets); `clear`
-    (whether the confidence intervals were conclusive; otherwise the means decided); `estimates`, the intervals over seeds
-    by metric; and `warnings` by kind, see `run.result_warnings`.
-    """
-    targets = [(name, bound, 1) for name, bound in config.at_most.items()]
-    targets = sorted([*targets, *((name, bound, -1) for name, bound in config.at_least.items())])
-    num_seeds = 2
-    while True:
-        seeds = range(config.seed, config.seed + num_seeds)
-        results = simulate([config.cell(level, seed) for seed in seeds])
-        estimates = {
-            name: interval([metric(result["metrics"], name) for result in results], metric_bounds(name))
-            for name, _, _ in targets
-        }
-        met = {
-            end: [sign * getattr(estimates[name], end) <= sign * bound for name, bound, sign in targets]
-            for end in ("mean", "low", "high")
-        }
-        ends = list(zip(met["low"], met["high"], strict=True))
-        fails, clear = (False, False) in ends, all(low == high for low, high in ends)
-        if fails or clear or num_seeds >= config.max_seeds:
-            break
-        num_seeds = min(num_seeds + 2, config.max_seeds)
-    return {
-        "level": level,
-        "meets": not fails and all(met["mean"]),
-        "clear": fails or clear,
-        "estimates": {name: asdict(estimate) for name, estimate in estimates.items()},
-        "warnings": seed_warnings(config, results),
-    }
 
 
 def run_search(

@@ -5,15 +5,9 @@ from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_ranges
-from scheduler_core.simulator.commands.capacity import (
-    SearchConfig,
-    Simulate,
-    advice_of,
-    means_of,
-    probe_level,
-    run_search,
-)
+from scheduler_core.simulator.commands.capacity import SearchConfig, advice_of, means_of, run_search
 from scheduler_core.simulator.config import MAX_REPLICAS
+from scheduler_core.simulator.planning.search import Search, Simulate, drive, probe_level, smallest_level
 from scheduler_core.simulator.sweep import Cell
 
 
@@ -48,24 +42,19 @@ def find_replicas(config: ReplicasConfig, simulate: Simulate) -> dict[str, Any]:
     `InputError` if `max_replicas` do not meet them.
 
     The result has `num_replicas`, the smallest number that meets the targets; `failing`, the number below it, None for one
-    replica; `estimates` and `clear` of its probe; and `probes`, see `capacity.probe_level`.
+    replica; `estimates` and `clear` of its probe; and `probes`, see `search.probe_level`.
     """
-    probes: list[dict[str, Any]] = []
-    bad, good = 0, 1
-    while not (probe := probe_level(config, good, simulate))["meets"]:
-        probes.append(probe)
-        if good == config.max_replicas:
-            raise InputError("max_replicas", good, f"more; with {good}: {means_of(probe)}{advice_of(probe)}")
-        bad, good = good, min(2 * good, config.max_replicas)
-    probes.append(probe)
-    best = probe
-    while good - bad > 1:
-        probes.append(probe_level(config, (good + bad) // 2, simulate))
-        if probes[-1]["meets"]:
-            best, good = probes[-1], probes[-1]["level"]
-        else:
-            bad = probes[-1]["level"]
-    result = {"num_replicas": good, "failing": bad or None, "clear": best["clear"]}
+    return drive(_search_replicas(config), simulate)
+
+
+def _search_replicas(config: ReplicasConfig) -> Search[dict[str, Any]]:
+    best, probes = yield from smallest_level(lambda level: probe_level(config, level), config.max_replicas)
+    if best is None:
+        probe = probes[-1]
+        allowed = f"more; with {probe['level']}: {means_of(probe)}{advice_of(probe)}"
+        raise InputError("max_replicas", probe["level"], allowed)
+    failing = max((probe["level"] for probe in probes if not probe["meets"]), default=None)
+    result = {"num_replicas": best["level"], "failing": failing, "clear": best["clear"]}
     return result | {"estimates": best["estimates"], "probes": probes}
 
 
