@@ -1,4 +1,4 @@
-"""Interface of routers, which choose a replica for every request."""
+"""Interfaces of routers, which choose a replica for every request, and of scalers, which start and drain replicas."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -68,3 +68,31 @@ class Router(ABC):
 
     def on_gone(self, replica_id: str, now: float) -> None:  # noqa: B027
         """Called after a replica failed with all its requests, or was drained and stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOut:
+    """Start one more replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleIn:
+    """Drain an active replica, and stop it when it is empty."""
+
+    victim: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Scaler(ABC):
+    """Decides how many replicas run, from `min_replicas` to `max_replicas`, at most every `interval_s` seconds."""
+
+    min_replicas: int = 1
+    max_replicas: int = 64
+    interval_s: float = 1.0
+
+    @abstractmethod
+    def decide(
+        self, replicas: Sequence[ReplicaSnapshot], num_starting: int, now: float
+    ) -> Sequence[ScaleOut | ScaleIn]:
+        """What to do now, given the active and draining replicas, in the order in which they joined, and the number of
+        starting ones."""

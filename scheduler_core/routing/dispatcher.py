@@ -58,13 +58,23 @@ class Dispatcher:
         self._status[replica_id] = ReplicaStatus.DRAINING
 
     def left(self, replica_id: str, now: float) -> None:
-        """Removes an empty replica that was stopped."""
+        """Removes an empty replica."""
         del self._status[replica_id]
         del self._role[replica_id]
         self.router.on_gone(replica_id, now)
 
+    def failed(self, replica_id: str, now: float) -> list[RoutingRequest]:
+        """Removes a replica with all its requests, which are returned in the order of their arrival."""
+        lost = [entry for entry in self._requests.values() if entry.replica_id == replica_id]
+        for entry in lost:
+            name = entry.item.request.request_id
+            self.router.on_aborted(name, replica_id, now)
+            del self._requests[name]
+        self.left(replica_id, now)
+        return [entry.item for entry in sorted(lost, key=lambda entry: entry.order)]
+
     def arrived(self, item: RoutingRequest) -> None:
-        """Adds a pending request with a new id."""
+        """Adds a pending request with a new id, or one that its replica has lost."""
         name = item.request.request_id
         self._requests[name] = self._pending[name] = _Entry(item, self._num_arrived)
         self._num_arrived += 1

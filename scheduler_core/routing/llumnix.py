@@ -12,7 +12,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import Request
-from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.base import Router, RoutingRequest, ScaleIn, ScaleOut, Scaler
 from scheduler_core.routing.migration import Move
 from scheduler_core.routing.snapshot import Capacity, ReplicaSnapshot, ReplicaStatus, RequestView
 
@@ -314,23 +314,12 @@ class MigrationPlanner:
             yield heappop(movable)[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleOut:
-    """Start one more replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleIn:
-    """Drain the active replica with the fewest running requests, and stop it when it is empty."""
-
-    victim: str
-
-
 @dataclass(kw_only=True, slots=True)
-class AutoScaler:
+class AutoScaler(Scaler):
     """Signals when to add a replica and which one to drain (section 3.6).
 
-    mean F_normal < out_below: scale out;  mean F_normal > in_above: scale in.  Mean over active replicas.
+    mean F_normal < out_below: scale out;  mean F_normal > in_above: scale in, the one with the fewest running requests.
+    Mean over active replicas.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
@@ -347,15 +336,18 @@ class AutoScaler:
 
     out_below: float = -0.5
     in_above: float = 1.5
-    min_replicas: int = 1
-    max_replicas: int = 64
-    interval_s: float = 1.0
     _last_s: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.out_below < self.in_above:
             raise InputError("out_below, in_above", (self.out_below, self.in_above), "out_below < in_above")
         check_ranges(self, min_replicas=(1, self.max_replicas), interval_s=(0, FINITE))
+
+    def decide(
+        self, replicas: Sequence[ReplicaSnapshot], num_starting: int, now: float
+    ) -> Sequence[ScaleOut | ScaleIn]:
+        signal = self.signal(replicas, now)
+        return () if signal is None else (signal,)
 
     def signal(self, replicas: Sequence[ReplicaSnapshot], now: float) -> ScaleOut | ScaleIn | None:
         """The scaling signal for the cluster with these replicas, None for no change; `now` in seconds."""

@@ -89,6 +89,7 @@ class AbortReason(Enum):
     DESTINATION_FULL = "the destination has no blocks or no slot left"
     DESTINATION_DRAINING = "the destination drains"
     STALLED = "the request grows as fast as it is copied"
+    FAILED = "the source or the destination has failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +138,10 @@ class Migrations:
         moves = [ongoing.move for ongoing in self._ongoing.values()]
         return frozenset(side for move in moves for side in (move.source, move.destination))
 
-    def stopped(self, request_id: str) -> bool:
-        """Whether the request is in its last stage: detached, with memory reserved at its source."""
+    def stopped(self, request_id: str) -> RequestState | None:
+        """The state of a request in its last stage: detached, with memory reserved at its source; None for other requests."""
         ongoing = self._ongoing.get(request_id)
-        return ongoing is not None and ongoing.stopped is not None
+        return None if ongoing is None else ongoing.stopped
 
     def start(self, move: Move, now: float) -> Outcome:
         """Starts a migration: returns `Copy` for a request with a cache, `Committed` for a waiting one, else
@@ -188,6 +189,17 @@ class Migrations:
         """Ends migrations to a draining replica; those away from it continue."""
         incoming = [ongoing for ongoing in self._ongoing.values() if ongoing.move.destination == replica_id]
         return tuple(self._stay(ongoing, AbortReason.DESTINATION_DRAINING, now) for ongoing in incoming)
+
+    def on_failed(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
+        """Ends the migrations of a replica that fails: those to it stay on their source, those from it are lost."""
+        ended = []
+        for ongoing in [*self._ongoing.values()]:
+            if ongoing.move.destination == replica_id:
+                ended.append(self._stay(ongoing, AbortReason.FAILED, now))
+            elif ongoing.move.source == replica_id:
+                self._schedulers[replica_id].unreserve(ongoing.move.request_id, now)
+                ended.append(self._end(ongoing, AbortReason.FAILED, now))
+        return tuple(ended)
 
     def _next_stage(self, ongoing: _Ongoing, state: RequestState, now: float) -> Outcome:
         move = ongoing.move

@@ -6,10 +6,11 @@ of memory are simulated at once, with bit-identical results. A single replica is
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
@@ -18,10 +19,10 @@ from scheduler_core.prediction.outcome import Outcome as RequestOutcome
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.prediction.session import SessionStates, session_context
 from scheduler_core.ranges import check_choice
-from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.base import Router, RoutingRequest, ScaleIn, ScaleOut, Scaler
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
-from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn, ScaleOut
+from scheduler_core.routing.llumnix import MigrationPlanner
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
 from scheduler_core.routing.snapshot import (
     ReplicaRole,
@@ -31,6 +32,7 @@ from scheduler_core.routing.snapshot import (
     waiting_view,
 )
 from scheduler_core.scheduler import Scheduler
+from scheduler_core.simulator.failures import FailurePlan, FailureSource
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
 from scheduler_core.simulator.sources import EventSource, TraceEvent
@@ -47,11 +49,17 @@ class SimulationOutcome:
     Attributes:
         records: Finished requests, in the order of their end.
         refused: Requests that could never run: reason by id.
+        failed: Requests that were lost with their replica and not sent again: reason by id.
+        unserved: The rows of both, refused and failed, with their actual arrivals.
         num_unfinished: Requests that had arrived but not ended at the horizon, or with `stop_after`.
         start_s, end_s: First arrival, end of the last step.
         busy_s, num_steps: Sums over all replicas.
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
-            (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
+            (arrived, not ended), of waiting requests, and of replicas that run, drain or (re)start.
+        failed_seconds: Time that failed requests were in the system.
+        num_failures, num_killed: Failures of replicas; drained ones that were killed after `drain_timeout_s`.
+        num_retried, num_retries: Lost requests that were sent again, and how often in all.
+        num_lost_tokens: Tokens in the KV cache of lost requests, which were computed again or in vain.
         num_migrated_blocks: Blocks copied for migrated requests.
         migration_pauses_s: Time for which each migrated running request stopped.
         scaling: Decisions of the auto-scaler and their times in seconds.
@@ -59,6 +67,8 @@ class SimulationOutcome:
 
     records: list[RequestRecord] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    unserved: list[TraceRequest] = field(default_factory=list)
     num_unfinished: int = 0
     start_s: float = 0.0
     end_s: float = 0.0
@@ -67,6 +77,12 @@ class SimulationOutcome:
     request_seconds: float = 0.0
     waiting_seconds: float = 0.0
     replica_seconds: float = 0.0
+    failed_seconds: float = 0.0
+    num_failures: int = 0
+    num_killed: int = 0
+    num_retried: int = 0
+    num_retries: int = 0
+    num_lost_tokens: int = 0
     num_migrations: int = 0
     num_migrated_blocks: int = 0
     migration_pauses_s: list[float] = field(default_factory=list)
@@ -75,7 +91,7 @@ class SimulationOutcome:
 
 
 class Simulation:
-    """Runs a trace to its end; each request finishes or is refused.
+    """Runs a trace to its end; each request finishes, is refused, or fails with its replica.
 
     Args:
         step_time: Durations of the engine's steps, for all replicas or by id.
@@ -88,7 +104,7 @@ class Simulation:
         horizon_s: Time at which the run ends, although requests are not finished; None: runs until all are.
         stop_after: Number of finished requests after which the run ends; None: no limit.
         exact_steps: Simulate every step individually; slower, same result. Always the case with a planner.
-        progress: Called with the number of requests finished or refused since the last call.
+        progress: Called with the number of requests ended since the last call.
         roles: Phases by replica; default: both.
         planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
@@ -96,6 +112,9 @@ class Simulation:
         scaler: Starts and drains replicas every `interval_s`; None: all run. `schedulers` includes those it may start.
         standby: Replicas that are only started by the scaler. Drained replicas can be started again.
         startup_s: Time until a replica started by the scaler is available; it counts for `max_replicas` at once.
+        drain_timeout_s: Time after which a draining replica is killed with its requests; None: it drains to its end.
+        failures: When replicas fail, and what becomes of their requests; None: they don't.
+        snapshot_interval_s: How old the metrics are at most that a router scrapes (`Router.scrapes`).
 
     Raises:
         InputError: There is no replica, or a required router is missing; a standby replica is unknown; in `run`: there was no
@@ -122,20 +141,25 @@ class Simulation:
         interval_s: float = 0.05,
         stage_blocks: int | None = 64,
         link: KVLink | None = None,
-        scaler: AutoScaler | None = None,
+        scaler: Scaler | None = None,
         standby: AbstractSet[str] = frozenset(),
         startup_s: float = 0.0,
+        drain_timeout_s: float | None = None,
+        failures: FailurePlan | None = None,
+        snapshot_interval_s: float = 0.0,
     ) -> None:
         if isinstance(schedulers, Scheduler):
             schedulers = {"0": schedulers}
         if not schedulers:
             raise InputError("schedulers", schedulers, "at least one replica")
-        if router is None and (len(schedulers) > 1 or planner is not None or scaler is not None):
-            raise InputError("router", None, "a router for several replicas, planner or scaler")
+        parts = (planner, scaler, failures)
+        if router is None and (len(schedulers) > 1 or any(part is not None for part in parts)):
+            raise InputError("router", None, "a router for several replicas, planner, scaler or failures")
         for name in standby:
             check_choice("standby", name, schedulers)
         step_times = step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
         self._fresh = scaler is not None or (router is not None and router.sees_tokens)
+        self._plan = FailurePlan() if failures is None else failures
         #: Requests in the system.
         self._rows: dict[str, TraceRequest] = {}
         self._replicas = {
@@ -145,7 +169,7 @@ class Simulation:
                 step_times[name],
                 self._rows,
                 exact=exact_steps or planner is not None,
-                fresh=self._fresh,
+                fresh=self._fresh or failures is not None,
                 watch=None if watch is None else ReplicaWatch(watch, name, scheduler),
             )
             for name, scheduler in schedulers.items()
@@ -157,6 +181,10 @@ class Simulation:
         #: Corrected predictions of requests in the system, by request id.
         self._corrected: dict[str, Prediction] = {}
         frontend_s = max(delays_of(model).frontend_s for model in step_times.values())
+        #: Failures of replicas; None if none can occur.
+        self._failures: FailureSource | None = None
+        self._fails = failures is not None or drain_timeout_s is not None
+        self._num_retries: dict[str, int] = {}
         self._source = EventSource(trace, predictions, frontend_s)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._stop_after = math.inf if stop_after is None else stop_after
@@ -180,9 +208,14 @@ class Simulation:
         self._delayed: dict[str, Prediction | None] = {}
         self._scaler = scaler
         self._standby = set(standby)
-        self._startup_s = startup_s
-        #: Times at which starting replicas join, in order, and their ids.
-        self._starting: deque[tuple[float, str]] = deque()
+        self._startup_s, self._drain_timeout_s = startup_s, drain_timeout_s
+        #: Heap of the times at which starting replicas join, and their ids.
+        self._starting: list[tuple[float, str]] = []
+        self._draining: set[str] = set()
+        self._snapshot_interval_s = snapshot_interval_s
+        #: What the router has scraped, and when.
+        self._scraped: dict[str, ReplicaSnapshot] = {}
+        self._scraped_s = -math.inf
         self._next_tick_s = math.inf
         #: Numbers of requests in the system and waiting, their time, and whether they may have changed.
         self._counts = (0, 0)
@@ -196,10 +229,14 @@ class Simulation:
     def run(self) -> SimulationOutcome:
         """Runs until every request has finished or was refused."""
         now = self._counted_s = self._outcome.start_s = self._source.start_s
+        if self._fails:
+            self._failures = FailureSource(self._plan, self._replicas, now)
         if self._dispatcher is not None:
             for name in self._replicas:
                 if name not in self._standby:
                     self._dispatcher.joined(name, self._roles[name])
+                    if self._failures is not None:
+                        self._failures.joined(name, now)
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
         self._count_replicas(now)
@@ -228,9 +265,9 @@ class Simulation:
         return 0 if self._dispatcher is None else self._dispatcher.num_pending
 
     def _advance(self, now: float) -> float:
-        """Processes all events at time `now`: ends of steps and copies, arrivals, predictions, migrations,
-        starts of steps. Returns the time of the next event; infinite if there is none."""
-        replicas, source = self._replicas, self._source
+        """Processes all events at time `now`: ends of steps and copies, failures, starts of replicas, arrivals,
+        predictions, migrations, starts of steps. Returns the time of the next event; infinite if there is none."""
+        replicas, source, failures = self._replicas, self._source, self._failures
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:
                 self._complete(replica, replica.step)
@@ -239,8 +276,14 @@ class Simulation:
                 if end_s <= now and self._copies.get(name) == (end_s, copy):
                     self._copies[name] = (math.inf, copy)
                     self._end_copy(copy, now)
+        if self._draining:
+            self._release(now)
+        while failures is not None and failures.next_s <= now:
+            failure = failures.pop()
+            if failure is not None:
+                self._fail(*failure, now)
         while self._starting and self._starting[0][0] <= now:
-            self._join(self._starting.popleft()[1], now)
+            self._join(heappop(self._starting)[1], now)
             self._count_replicas(now)
         while source.next_s <= now:
             self._deliver(source.pop())
@@ -251,7 +294,9 @@ class Simulation:
         # Events at one of several replicas shorten its run of steps, see `_reach`.
         until_s = math.inf if self._dispatcher is not None and not self._fresh else next_s
         if self._starting:
-            next_s, until_s = min(next_s, self._starting[0][0]), min(until_s, self._starting[0][0])
+            until_s = min(until_s, self._starting[0][0])
+        if failures is not None:
+            until_s = min(until_s, failures.next_s)
         if self._scaler is not None:
             until_s = min(until_s, self._next_tick_s)
         for replica in replicas.values():
@@ -262,8 +307,22 @@ class Simulation:
             self._count(now)
         if self._copies:
             next_s = min(next_s, *(end_s for end_s, _ in self._copies.values()))
-        if self._next_tick_s < next_s and len(self._rows) > self._num_pending:
-            next_s = self._next_tick_s
+        if self._rows or source.next_s < math.inf:
+            next_s = min(next_s, self._next_change_s())
+        return next_s
+
+    def _next_change_s(self) -> float:
+        """Time of the next start, failure or decision about replicas, as long as there are requests to come."""
+        next_s = self._starting[0][0] if self._starting else math.inf
+        if self._failures is not None:
+            next_s = min(next_s, self._failures.next_s)
+        if len(self._rows) > self._num_pending:
+            return min(next_s, self._next_tick_s)
+        if self._scaler is not None and self._num_replicas > self._scaler.min_replicas:
+            # An idle cluster shrinks.
+            next_s = min(
+                next_s, max(self._next_tick_s, self._next_tick_s - self._interval_s + self._scaler.interval_s)
+            )
         return next_s
 
     def _count(self, now: float) -> None:
@@ -289,9 +348,9 @@ class Simulation:
         name = event.request.request_id
         if event.is_arrival:
             self._arrive(event.request, event.time_s)
-        elif name not in self._outcome.refused:
+        elif name not in self._outcome.refused and name not in self._outcome.failed:
             prediction = self._prediction(event.request)
-            if self._migrations.stopped(name):
+            if self._migrations.stopped(name) is not None:
                 self._delayed[name] = prediction
             else:
                 self._update(name, prediction, event.time_s)
@@ -355,6 +414,7 @@ class Simulation:
         refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
         if all(refusal is not None for refusal in refusals):
             self._outcome.refused[name] = str(refusals[0])
+            self._outcome.unserved.append(row)
             self._end_request(row, now)
             return
         self._rows[name] = row
@@ -383,8 +443,7 @@ class Simulation:
         """Sends pending requests to replicas."""
         if not dispatcher.num_pending:
             return
-        snapshots = self._snapshots(dispatcher, keep_requests=dispatcher.router.needs_requests)
-        for item, replica_id in dispatcher.dispatch({s.replica_id: s for s in snapshots}, now):
+        for item, replica_id in dispatcher.dispatch(self._seen(dispatcher, now), now):
             request, replica = item.request, self._replicas[replica_id]
             if request.session:
                 former = self._replica_of_session.get(request.session, replica_id)
@@ -402,7 +461,29 @@ class Simulation:
         assert dispatcher is not None, "the scaler needs a router"
         self._may_count = True
         dispatcher.joined(name, self._roles[name])
+        if self._failures is not None:
+            self._failures.joined(name, now)
         self._dispatch(dispatcher, now)
+
+    def _start(self, name: str, join_s: float, now: float) -> None:
+        """Starts a replica, which joins at `join_s`."""
+        if join_s <= now:
+            self._join(name, now)
+        else:
+            heappush(self._starting, (join_s, name))
+
+    def _seen(self, dispatcher: Dispatcher, now: float) -> dict[str, ReplicaSnapshot]:
+        """The replicas as the router sees them: as they are, or as it has scraped them."""
+        router = dispatcher.router
+        if not (router.scrapes and self._snapshot_interval_s):
+            snapshots = self._snapshots(dispatcher, keep_requests=router.needs_requests)
+            return {snapshot.replica_id: snapshot for snapshot in snapshots}
+        if now - self._scraped_s >= self._snapshot_interval_s:
+            self._scraped, self._scraped_s = {}, now
+        if any(name not in self._scraped for name in dispatcher.replicas):
+            for snapshot in self._snapshots(dispatcher, keep_requests=False):
+                self._scraped.setdefault(snapshot.replica_id, snapshot)
+        return self._scraped
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         snapshots = []
@@ -463,35 +544,107 @@ class Simulation:
             self._pending_moves.add(move.request_id)
             self._replicas[move.source].between_steps(lambda at, move=move: self._start_move(move, at), now)  # type: ignore[misc]
 
-    def _scale(self, scaler: AutoScaler, dispatcher: Dispatcher, now: float) -> None:
-        status = dispatcher.replicas
-        for name, replica_status in status.items():
+    def _scale(self, scaler: Scaler, dispatcher: Dispatcher, now: float) -> None:
+        snapshots = self._snapshots(dispatcher, keep_requests=False)
+        for signal in scaler.decide(snapshots, len(self._starting), now):
+            if isinstance(signal, ScaleIn):
+                self._drain(signal.victim, dispatcher, now)
+            else:
+                num_active = sum(status is ReplicaStatus.ACTIVE for status in dispatcher.replicas.values())
+                if not self._standby or num_active + len(self._starting) >= scaler.max_replicas:
+                    continue
+                name = min(self._standby)
+                self._standby.remove(name)
+                self._start(name, now + self._startup_s, now)
+            self._outcome.scaling.append((now, signal))
+
+    def _drain(self, name: str, dispatcher: Dispatcher, now: float) -> None:
+        dispatcher.draining(name)
+        self._draining.add(name)
+        if self._drain_timeout_s is not None and self._failures is not None:
+            self._failures.kill(name, now + self._drain_timeout_s)
+        for aborted in self._migrations.on_draining(name, now):
+            self._handle(aborted, now)
+
+    def _release(self, now: float) -> None:
+        """Stops the draining replicas that are empty."""
+        for name in sorted(self._draining):
             replica = self._replicas[name]
-            idle = replica.scheduler.num_waiting == replica.scheduler.num_running == 0
-            is_draining = replica_status is ReplicaStatus.DRAINING
-            if is_draining and idle and name not in self._migrations.replicas:
-                dispatcher.left(name, now)
-                self._standby.add(name)
-                prefixes = replica.scheduler.pool.kv.prefixes
-                if prefixes is not None:
-                    prefixes.clear()
-        signal = scaler.signal(self._snapshots(dispatcher, keep_requests=False), now)
-        num_active = sum(s is ReplicaStatus.ACTIVE for s in status.values()) + len(self._starting)
-        may_start = bool(self._standby) and num_active < scaler.max_replicas
-        if signal is None or (isinstance(signal, ScaleOut) and not may_start):
+            if replica.is_idle and name not in self._migrations.replicas:
+                assert self._dispatcher is not None
+                self._dispatcher.left(name, now)
+                self._stopped(replica, now)
+                self._count_replicas(now)
+
+    def _fail(self, name: str, down_s: float, now: float) -> None:
+        """Ends a replica at once: its requests are sent again or fail, its caches are lost, and it restarts unless it
+        was draining."""
+        dispatcher, outcome, replica = self._dispatcher, self._outcome, self._replicas[name]
+        assert dispatcher is not None
+        status = dispatcher.replicas.get(name)
+        if status is None:
             return
-        self._outcome.scaling.append((now, signal))
-        if isinstance(signal, ScaleIn):
-            dispatcher.draining(signal.victim)
-            for aborted in self._migrations.on_draining(signal.victim, now):
-                self._handle(aborted, now)
-            return
-        name = min(self._standby)
-        self._standby.remove(name)
-        if self._startup_s == 0:
-            self._join(name, now)
+        self._may_count = True
+        items = dispatcher.failed(name, now)
+        lost = []
+        for item in items:
+            request_id = item.request.request_id
+            state = self._migrations.stopped(request_id) or replica.scheduler.find(request_id)
+            lost.append((item, state is not None and state.num_output_tokens > 0))
+            outcome.num_lost_tokens += 0 if state is None else state.num_computed_tokens
+        for aborted in self._migrations.on_failed(name, now):
+            self._handle(aborted, now)
+        outcome.busy_s += replica.stop(now)
+        self._stopped(replica, now)
+        if status is ReplicaStatus.DRAINING:
+            outcome.num_killed += 1
         else:
-            self._starting.append((now + self._startup_s, name))
+            outcome.num_failures += 1
+            self._standby.remove(name)
+            self._start(name, now + down_s, now)
+        for item, has_started in lost:
+            self._retry(item, has_started, now)
+        self._dispatch(dispatcher, now)
+        self._count_replicas(now)
+
+    def _stopped(self, replica: SimulatedReplica, now: float) -> None:
+        """Forgets what an empty replica that has left had: its prefixes and sessions."""
+        name = replica.name
+        prefixes = replica.scheduler.pool.kv.prefixes
+        if prefixes is not None:
+            prefixes.clear()
+        for session, home in [*self._replica_of_session.items()]:
+            if home == name:
+                del self._replica_of_session[session]
+                replica.scheduler.end_session(session, now)
+        self._draining.discard(name)
+        self._standby.add(name)
+        self._scraped.pop(name, None)
+        if self._failures is not None:
+            self._failures.left(name)
+
+    def _retry(self, item: RoutingRequest, has_started: bool, now: float) -> None:
+        """Sends a lost request again, from its prompt, or lets it fail."""
+        name, plan, outcome = item.request.request_id, self._plan, self._outcome
+        num = self._num_retries.get(name, 0)
+        if num < plan.max_retries and (plan.retry_started or not has_started):
+            assert self._dispatcher is not None
+            self._dispatcher.arrived(item)
+            self._num_retries[name] = num + 1
+            outcome.num_retried += num == 0
+            outcome.num_retries += 1
+            return
+        reason = (
+            f"its replica failed after {num} retries"
+            if num == plan.max_retries
+            else "its replica failed after output tokens"
+        )
+        row = self._rows.pop(name)
+        self._corrected.pop(name, None)
+        outcome.failed[name] = reason
+        outcome.unserved.append(row)
+        outcome.failed_seconds += now - row.arrival_s
+        self._end_request(row, now)
 
     def _start_move(self, move: Move, now: float) -> None:
         self._pending_moves.discard(move.request_id)

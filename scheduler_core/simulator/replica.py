@@ -162,6 +162,31 @@ class SimulatedReplica:
             for action in actions:
                 action(now)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request."""
+        return not (self.held or self.scheduler.num_waiting or self.scheduler.num_running)
+
+    def stop(self, now: float) -> float:
+        """Ends the current step without its results, and all requests; returns the seconds that the step has taken."""
+        scheduler, step = self.scheduler, self.step
+        names = [*scheduler.pool.states]
+        for name in names:
+            scheduler.abort(name, now)
+            self._finishes.drop(name)
+        self.held.clear()
+        self._held_predictions.clear()
+        busy_s = 0.0
+        if step is not None:
+            scheduler.complete(StepResult(step.plan.step), now)
+            busy_s = now - step.start_s
+        self.step = self._run = None
+        self._decodes = ()
+        if self._watch is not None:
+            self._watch.on_stop(names, now)
+        self.run_deferred(now)
+        return busy_s
+
     def begin(self, now: float, until_s: float) -> Step | None:
         """Starts the next step; None without work. Several equal steps are combined until `until_s`, the time
         of the next external event."""

@@ -363,3 +363,15 @@ class ReplicaWatch:
         usage = 1 - scheduler.pool.kv.num_free_blocks / scheduler.config.num_kv_blocks
         watch.max_kv_usage = max(watch.max_kv_usage, usage)
         self._usage = (step.end_s, usage)
+
+    def on_stop(self, request_ids: Iterable[str], now: float) -> None:
+        """Called when the replica has failed with these requests: their next tokens, if any, are those of a new attempt."""
+        for name in request_ids:
+            if self._lockstep is not None:
+                self._lockstep.leave(name)
+            self._watch.gaps.longest_s.pop(name, None)
+        if self._usage is not None:
+            since_s, usage = self._usage
+            self._watch.kv_seconds += usage * (now - since_s)
+            self._watch.observed_s += now - since_s
+            self._usage = None

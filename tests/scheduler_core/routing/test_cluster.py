@@ -12,9 +12,9 @@ from scheduler_core.policies import make_policy
 from scheduler_core.policies.working_set import WorkingSet
 from scheduler_core.request import Segment
 from scheduler_core.routing import ROUTERS
-from scheduler_core.routing.base import Router
+from scheduler_core.routing.base import Router, ScaleIn, ScaleOut
 from scheduler_core.routing.disaggregated import Disaggregated
-from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner, ScaleIn, ScaleOut
+from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner
 from scheduler_core.routing.migration import KVLink
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig

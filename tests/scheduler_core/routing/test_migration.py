@@ -235,7 +235,8 @@ class Walk:
             core.validate()
         for name, tokens in self.tokens.items():
             side = self.side_of(name)
-            assert (side is None) == self.migrations.stopped(name), "on one side, or stopped between them"
+            stopped = self.migrations.stopped(name) is not None
+            assert (side is None) == stopped, "on one side, or stopped between them"
             if side is not None:
                 assert self.sides[side].state(name).num_output_tokens == tokens
 

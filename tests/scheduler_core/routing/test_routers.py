@@ -14,7 +14,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.request import Request
 from scheduler_core.routing import ROUTERS, llumnix
-from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.base import Router, RoutingRequest, ScaleIn, ScaleOut
 from scheduler_core.routing.baselines import PowerOfTwo
 from scheduler_core.routing.cache_aware import CacheAware
 from scheduler_core.routing.disaggregated import Disaggregated
@@ -582,18 +582,18 @@ def test_scaling_thresholds() -> None:
     with fewer running requests, is drained."""
     b = crowd("b", 10, 10)
     assert llumnix.AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
-    assert llumnix.AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0) == llumnix.ScaleOut()
+    assert llumnix.AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0) == ScaleOut()
     c = crowd("c", 40, 1)
     assert llumnix.AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
-    assert llumnix.AutoScaler().signal([c, crowd("d", 39, 1)], 0.0) == llumnix.ScaleIn("d")
+    assert llumnix.AutoScaler().signal([c, crowd("d", 39, 1)], 0.0) == ScaleIn("d")
 
 
 def test_scaling_keeps_its_bounds_and_its_pace() -> None:
     scaler = llumnix.AutoScaler(min_replicas=1, max_replicas=2, interval_s=1.0)
     idle, busy = [replica("a"), replica("b")], [crowd("a", 10, 10, head=20), crowd("b", 10, 10, head=20)]
     assert scaler.signal(busy, 0.0) is None, "there are two already"
-    assert isinstance(scaler.signal(idle, 0.0), llumnix.ScaleIn)
+    assert isinstance(scaler.signal(idle, 0.0), ScaleIn)
     assert scaler.signal(idle, 0.9) is None
-    assert isinstance(scaler.signal(idle, 1.0), llumnix.ScaleIn)
+    assert isinstance(scaler.signal(idle, 1.0), ScaleIn)
     assert scaler.signal(idle[:1], 3.0) is None, "one must stay"
     assert scaler.signal([], 3.0) is None
