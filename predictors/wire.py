@@ -12,6 +12,7 @@ from scheduler_core.prediction.predictions import (
     BucketPrediction,
     Embedding,
     LengthPrediction,
+    MissingPart,
     PointPrediction,
     Prediction,
     RankPrediction,
@@ -41,6 +42,8 @@ def response_fields(prediction: Prediction) -> dict[str, Any]:
         fields["regression_tokens"] = prediction.point.tokens
     if prediction.rank is not None:
         fields["rank"] = prediction.rank.score
+    if prediction.missing:
+        fields["missing"] = [pb.MissingPart(part=part, reason=reason) for part, reason in prediction.missing]
     if prediction.embedding is not None:
         fields["embedding"] = prediction.embedding.astype("<f2").tobytes()
     return fields
@@ -74,6 +77,7 @@ def prediction_of(response: pb.PredictResponse) -> Prediction:
         prompt_tokens=None if response.truncated else response.prompt_tokens or None,
         prompt_chars=response.prompt_chars or None,
         embedding=_embedding(response.embedding),
+        missing=tuple(MissingPart(each.part, each.reason) for each in response.missing),
     )
 
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from scheduler_core.errors import InputError, MissingExtraError, suggestion
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError, suggestion
 from scheduler_core.prediction.api_request import ApiRequest, read_request
 from scheduler_core.prediction.correction import Correction, RequestContext
+from scheduler_core.prediction.joint import Parts, merged
 from scheduler_core.prediction.outcome import Outcome
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, Prediction
+from scheduler_core.prediction.predictions import (
+    DEFAULT_MAX_TOKENS,
+    LengthPrediction,
+    MissingPart,
+    Prediction,
+)
 from scheduler_core.prediction.predictor import (
     PREDICTORS,
     PredictionRequest,
     PredictorAddress,
     addresses,
-    merged,
 )
 from scheduler_core.prediction.prompt_text import Message, PartTokens, PromptForm, messages_of
 from tailcast.output_length import OutputLength
@@ -64,9 +70,12 @@ class LengthPredictor:
         learner: LengthCorrection,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._predict, self._describe, self._close = predict, describe, close
+        self._predict, self._describe = predict, describe
+        self._closing = ExitStack()
+        self._closing.callback(close)
         self._learner = learner
         self._others: list[Predict] = []
+        self._parts = Parts(())  # those of the others, for failures
         self._unknown_models: set[str] = set()
 
     @cached_property
@@ -110,14 +119,12 @@ class LengthPredictor:
         body = read_request(prompt) if isinstance(prompt, Mapping) else ApiRequest()
         limit = next((each for each in (max_tokens, body.max_tokens) if each is not None), DEFAULT_MAX_TOKENS)
         temperature = body.temperature if temperature is None else temperature
-        messages = () if isinstance(prompt, str | Mapping) else messages_of(prompt)
         [prediction] = self.predictions(
-            [self.text(prompt)], [model or body.model], [temperature], tenant, [messages or body.conversation]
+            [self.text(prompt)], [model or body.model], [temperature], tenant, [_conversation(prompt)]
         )
         one = replace(body, num_outputs=1).prediction(prediction, limit)
         assert one is not None
-        assert one.length is not None
-        return OutputLength(one.length, limit, one.urgency)
+        return OutputLength.of(one, limit)
 
     def observe(
         self,
@@ -142,14 +149,15 @@ class LengthPredictor:
             InputError: A value is out of range.
             PredictorError: The service cannot be reached, or does not learn.
         """
+        named = (model or "", temperature, tenant)
         request = PredictionRequest(
-            "", self.text(prompt), DEFAULT_MAX_TOKENS, model or "", temperature, tenant
+            "", self.text(prompt), DEFAULT_MAX_TOKENS, *named, messages=_conversation(prompt)
         )
         for name, value in (("output_tokens", output_tokens), ("max_tokens", max_tokens)):
             if value is not None and not (type(value) is int and 1 <= value < 2**53):
                 raise InputError(name, value, "integers from 1 to 2^53")
         outcome = Outcome(output_tokens=output_tokens, finished=finished, max_tokens=max_tokens)
-        self._learner.observe(request, outcome, lambda: self._lengths([request])[0])
+        self._learner.observe(request, outcome, lambda: self._first([request])[0][1])
 
     def text(self, prompt: Prompt) -> str:
         """The text of a prompt to predict from, see `prompt_text.PromptForm`; InputError if it is empty or invalid."""
@@ -175,33 +183,51 @@ class LengthPredictor:
         conversations: Sequence[tuple[Message, ...]] = (),
     ) -> list[Prediction]:
         """Predictions of N texts with their models and temperatures; errors as in `predict`. `conversations` [N] are the
-        messages of the texts, from which a joined artifact reads its own text (empty: the texts)."""
+        messages of the texts, from which each artifact reads its own text (empty: the texts). If a joined artifact fails, its
+        heads are missing (`Prediction.missing`)."""
+        rows = zip(texts, models, temperatures, conversations or [()] * len(texts), strict=True)
         requests = [  # without ids, so that a service does not wait for their lengths
-            PredictionRequest("", text, DEFAULT_MAX_TOKENS, model or "", temperature, tenant)
-            for text, model, temperature in zip(texts, models, temperatures, strict=True)
+            PredictionRequest(
+                "", text, DEFAULT_MAX_TOKENS, model or "", temperature, tenant, messages=messages
+            )
+            for text, model, temperature, messages in rows
         ]
-        lengths = self._lengths(requests)
+        predicted = self._first(requests)
         for model in filter(None, models):
             self._warn(model)
-        corrected = map(self._learner.corrected, requests, lengths)
-        predictions = [Prediction(length=length) for length in corrected]
-        if conversations:
-            pairs = zip(requests, conversations, strict=True)
-            requests = [replace(request, messages=messages) for request, messages in pairs]
-        columns = [predict(requests) for predict in self._others]
-        return [merged(row) for row in zip(predictions, *columns, strict=True)]
+        first = [
+            replace(prediction, length=self._learner.corrected(request, length))
+            for request, (prediction, length) in zip(requests, predicted, strict=True)
+        ]
+        columns = [self._joined(number, requests) for number in range(len(self._others))]
+        return [merged(row) for row in zip(first, *columns, strict=True)]
 
-    def _lengths(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
-        """Uncorrected predictions."""
+    def _first(self, requests: Sequence[PredictionRequest]) -> list[tuple[Prediction, LengthPrediction]]:
+        """Predictions of the artifact of lengths, with the uncorrected lengths."""
         try:
-            lengths = [prediction.length for prediction in self._predict(requests)]
+            predictions = self._predict(requests)
         except InputError as error:
             if error.field == "served_model":
                 raise InputError("model", error.value, error.allowed) from error
             raise
-        if None in lengths:
-            raise _without_length(self._describe())
-        return [length for length in lengths if length is not None]
+        pairs = []
+        for prediction in predictions:
+            if prediction.length is None:
+                missing = "; ".join(map(str, prediction.missing))
+                raise TailcastError(missing) if missing else _without_length(self._describe())
+            pairs.append((prediction, prediction.length))
+        return pairs
+
+    def _joined(
+        self, number: int, requests: Sequence[PredictionRequest]
+    ) -> Sequence[Prediction | MissingPart]:
+        """Predictions of a joined artifact; those that fail are missing."""
+        try:
+            return self._others[number](requests)
+        except Exception as error:  # of any kind, it must not cost the length
+            if len(requests) == 1:
+                return [self._parts.missing(number, error)]
+        return [self._joined(number, [request])[0] for request in requests]
 
     def _warn(self, model: str) -> None:
         """Logs once that a model is none of the artifact's served models, and is predicted as an unknown one."""
@@ -214,13 +240,21 @@ class LengthPredictor:
         )
         log.warning(text, model, len(served_models), suggestion(model, served_models))
 
-    def join(self, artifact: str | Path) -> None:
-        """Adds the heads of another artifact in this process, such as urgency, to the predictions; raises as `load`."""
-        self._others.append(_predict_with(_open(artifact)))
+    def join(self, predictor: str) -> None:
+        """Adds the heads of another artifact or service, such as urgency, to the predictions; raises as `load`."""
+        scheme, target = PredictorAddress.of(predictor)
+        if scheme == "grpc":
+            opened = connect(target)
+            predict = opened._predict
+            self._closing.callback(opened.close)
+        else:
+            predict = _predict_with(_open(target))
+        self._others.append(predict)
+        self._parts = Parts((*self._parts.names, predictor))
 
     def close(self) -> None:
         """Closes connections, if any."""
-        self._close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,6 +324,13 @@ class RemoteCorrection:
             raise InputError(refused.message)
 
 
+def _conversation(prompt: Prompt) -> tuple[Message, ...]:
+    """The messages of a prompt, with the options of its request; empty for a text."""
+    if isinstance(prompt, str):
+        return ()
+    return read_request(prompt).conversation if isinstance(prompt, Mapping) else messages_of(prompt)
+
+
 def _without_length(artifact: Any) -> InputError:
     allowed = f"an artifact with a length head; it has {', '.join(artifact.heads)}"
     return InputError("predictor", artifact.artifact_id, allowed)
@@ -347,7 +388,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:
-    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT, and artifacts joined by "+"."""
+    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT, and others joined by "+"."""
     first, *others = addresses(predictor)
     scheme, target = PredictorAddress.of(first)
     if scheme not in ("grpc", "local"):

@@ -6,12 +6,18 @@ import html
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, LengthPrediction, UrgencyPrediction
+from scheduler_core.prediction.predictions import (
+    DEFAULT_MAX_TOKENS,
+    LengthPrediction,
+    MissingPart,
+    Prediction,
+    UrgencyPrediction,
+)
 from scheduler_core.prediction.urgency import LEVELS
 
 _NUM_BARS = 8
@@ -28,11 +34,19 @@ class OutputLength:
         prediction: Parameters of the log-t distribution of X, and their artifact.
         max_tokens: Maximum number of output tokens, >= 1; without a limit the expectation is infinite.
         urgency: Predicted urgency of the request; None if the predictor does not predict it.
+        missing: Parts of the predictor that failed, such as that of urgency.
     """
 
     prediction: LengthPrediction
     max_tokens: int = DEFAULT_MAX_TOKENS
     urgency: UrgencyPrediction | None = None
+    missing: tuple[MissingPart, ...] = ()
+
+    @classmethod
+    def of(cls, prediction: Prediction, max_tokens: int) -> Self:
+        """The length and the urgency of a prediction that has a length."""
+        assert prediction.length is not None
+        return cls(prediction.length, max_tokens, prediction.urgency, prediction.missing)
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < math.inf:
@@ -106,7 +120,7 @@ class OutputLength:
     def _urgency_lines(self) -> list[str]:
         urgency = self.urgency
         if urgency is None:
-            return []
+            return [f"missing: {part}" for part in self.missing]
         probability = max(urgency.probabilities)
         names = LEVELS if len(urgency.probabilities) == len(LEVELS) else range(len(urgency.probabilities))
         if urgency.abstains:

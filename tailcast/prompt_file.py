@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -96,12 +97,17 @@ def predict_file(
     bad = _BadRows(stop, file.name)
     rows = iter(tracked(_prompt_rows(file, predictor, defaults, bad), "predict", progress))
     table: list[dict[str, Any]] = []
+    missing: Counter[str] = Counter()
     while batch := list(islice(rows, _BATCH_ROWS)):
-        table += [_columns(row, length) for row, length in _predictions(predictor, batch, bad)]
+        for row, length in _predictions(predictor, batch, bad):
+            table.append(_columns(row, length))
+            missing.update(map(str, length.missing))
     if not table:
         raise InputError("data", data, f"a file with valid rows (skipped: {bad})")
     write_table(columns_of(table), target, SCHEMA, "out")
     log.info("%s: %d predictions; rows skipped: %s", target, len(table), bad)
+    for part, count in missing.items():
+        log.warning("%d of %d predictions lack the part %s", count, len(table), part)
     return report_left_out(bad.counts, len(table) + sum(bad.counts.values()))
 
 
@@ -183,8 +189,7 @@ def _predictions(
         max_tokens = row.request.max_tokens or DEFAULT_MAX_TOKENS
         requested = row.request.prediction(prediction, max_tokens)
         assert requested is not None
-        assert requested.length is not None
-        yield row, OutputLength(requested.length, max_tokens, requested.urgency)
+        yield row, OutputLength.of(requested, max_tokens)
 
 
 def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from predictors.heads import HEADS
 from predictors.hosting.process import file_state
 from predictors.manifest import MANIFEST, SIGNATURE, Manifest
 from predictors.pretrained import artifact_folder
@@ -19,10 +21,17 @@ from predictors.service.errors import ClosedError, ReloadError, UnknownArtifactE
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 from predictors.service.pipeline import ServedArtifact, ServiceThreads
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.joint import Parts
+from scheduler_core.prediction.predictor import addresses
 
 logger = logging.getLogger(__name__)
 
 Reopen = Callable[[str], ArtifactRuntime]
+#: Seconds of the shortest deadline after which a late part of a joined artifact is paused: not for all clients because one is
+#: in a hurry.
+PAUSED_S = 1.0
+#: Fields of a manifest that belong to a head other than length.
+_HEAD_FIELDS = {"urgency": ("urgency_levels", "abstain_threshold"), "bucket": ("bucket_edges",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +52,51 @@ class ArtifactSource:
         return tuple(file_state(Path(self.path) / name) for name in (MANIFEST, SIGNATURE))
 
 
-def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[ArtifactRuntime]]:
-    """Loads the artifacts of `config`; returns sources by artifact id, and runtimes in the same order."""
+class OpenedArtifacts(NamedTuple):
+    """Artifacts of a service: sources by artifact id, runtimes in the same order, and of joined artifacts the id of the first
+    one -> those of the others."""
+
+    sources: dict[str, ArtifactSource]
+    runtimes: list[ArtifactRuntime]
+    joined: dict[str, list[str]]
+
+
+def open_sources(config: ServeConfig) -> OpenedArtifacts:
+    """Loads the artifacts of `config`. The first one of those joined by "+" is the first with a length head. One that is joined
+    to several artifacts is loaded once."""
     if config.public_key is not None:
         logger.info("the key %s verifies the signatures of artifacts", config.public_key)
-    sources: dict[str, ArtifactSource] = {}
-    runtimes = []
-    for path in (config.artifact, *config.more_artifacts):
-        source = ArtifactSource(str(artifact_folder(path)), config)
-        runtime = source.open()
-        manifest = runtime.artifact.manifest
-        logger.info("artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, path)
-        logger.info("execution provider %s (requested: %s)", runtime.provider, config.provider)
-        sources[manifest.artifact_id] = source
-        runtimes.append(runtime)
-    return sources, runtimes
+    opened = OpenedArtifacts({}, [], {})
+    manifests: dict[str, Manifest] = {}  # by folder
+    for address in (config.artifact, *config.more_artifacts):
+        paths, new = addresses(address), []
+        for path in paths:
+            if len(paths) > 1 and path in manifests:
+                continue
+            source = ArtifactSource(str(artifact_folder(path)), config)
+            runtime = source.open()
+            manifest = manifests[path] = runtime.artifact.manifest
+            logger.info(
+                "artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, path
+            )
+            logger.info("execution provider %s (requested: %s)", runtime.provider, config.provider)
+            opened.sources[manifest.artifact_id] = source
+            new.append(runtime)
+        opened.runtimes.extend(sorted(new, key=lambda each: "length" not in each.artifact.manifest.heads))
+        if len(paths) > 1:
+            parts = sorted((manifests[path] for path in paths), key=lambda each: "length" not in each.heads)
+            first, *others = (part.artifact_id for part in parts)
+            if first in opened.joined:
+                raise InputError(
+                    "more_artifacts", address, f"other artifacts than {first}, which is joined already"
+                )
+            opened.joined[first] = others
+    return opened
 
 
 class ArtifactTable:
     """Served artifacts by id; the first one is the default. `reopen` loads an artifact again by id, in a
-    thread; None: reloading is disabled."""
+    thread; None: reloading is disabled. `joined` is as in `OpenedArtifacts`."""
 
     def __init__(
         self,
@@ -74,6 +108,7 @@ class ArtifactTable:
         worker_cores: Sequence[int] = (),
         metrics: ServiceMetrics | None = None,
         reopen: Reopen | None = None,
+        joined: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._reopen = reopen
         self._threads = ServiceThreads(batching.num_workers, worker_cores)
@@ -92,6 +127,10 @@ class ArtifactTable:
             if name in self._served:
                 raise InputError("artifact", name, "artifacts with distinct ids")
             self._served[name] = self._serve(runtime, ArtifactMetrics(metrics, name))
+        #: Artifacts to which others are joined -> their parts, of which they are the first.
+        self.joined = {
+            name: Parts((name, *others), shortest_s=PAUSED_S) for name, others in (joined or {}).items()
+        }
 
     @property
     def names(self) -> list[str]:
@@ -128,6 +167,23 @@ class ArtifactTable:
         if served is None:
             raise UnknownArtifactError("artifact_id", name, f"one of {', '.join(self._served)}")
         return served
+
+    def manifest(self, served: ServedArtifact) -> Manifest:
+        """The manifest of an artifact, with the heads of those that are joined to it."""
+        manifest = served.manifest
+        for other in self.others(served):
+            new = [head for head in other.manifest.heads if head not in manifest.heads]
+            update = {
+                name: getattr(other.manifest, name) for head in new for name in _HEAD_FIELDS.get(head, ())
+            }
+            update["heads"] = tuple(head for head in HEADS if head in (*manifest.heads, *new))
+            manifest = manifest.model_copy(update=update)
+        return manifest
+
+    def others(self, served: ServedArtifact) -> list[ServedArtifact]:
+        """The artifacts that are joined to this one."""
+        parts = self.joined.get(served.name)
+        return [] if parts is None else [self._served[name] for name in parts.names[1:]]
 
     async def start(self) -> None:
         """Warms up and verifies all artifacts, then accepts requests. Raises as `ArtifactRuntime.warm_up`."""

@@ -30,7 +30,8 @@ from predictors.service.messages import CheckedRequest, PipelineResult, check_re
 from predictors.service.pipeline import ServedArtifact
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.correction import RequestContext
-from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.joint import Parts, merged
+from scheduler_core.prediction.predictions import MissingPart, Prediction
 
 T = TypeVar("T")
 # Maximum number of prompts of one PredictBatch or ModelInfer.
@@ -107,7 +108,11 @@ class PredictorCalls:
             if request.HasField("generated_tokens") and request.WhichOneof("input") is None:
                 return self._progress(request)
             checked = served.reader.read(request)
-            result = await served.predict(checked, deadline=_deadline(start, timeout_s, request))
+            deadline = _deadline(start, timeout_s, request)
+            if parts := self.artifacts.joined.get(served.name):
+                result = await self._joined(parts, request, checked, deadline, method)
+            else:
+                result = await served.predict(checked, deadline=deadline)
             prediction = await self._corrected(request, checked, result, served)
             return predict_response(request, result, served.manifest, checked.is_trained_model, prediction)
         except asyncio.CancelledError:
@@ -120,6 +125,49 @@ class PredictorCalls:
             served.metrics.request(method, code, time.monotonic() - start, result)
             if self.tracing is not None:
                 self._end_span(self.tracing, span, served, code, result)
+
+    async def _joined(
+        self,
+        parts: Parts,
+        request: pb.PredictRequest,
+        checked: CheckedRequest,
+        deadline: float | None,
+        method: str,
+    ) -> PipelineResult:
+        """The result of the first of joined artifacts that answers, with the heads of the others; `checked` is the request as
+        the first one reads it. Raises the error of the first one if all fail, InputError for fields that one refuses."""
+        served = [self.artifacts.get(name) for name in parts.names]
+        for other in served[1:]:
+            other.reader.check(request)
+        calls = [functools.partial(served[0].predict, checked, deadline=deadline)]
+        calls += [functools.partial(self._part, other, request, deadline, method) for other in served[1:]]
+        answers = await parts.ask(calls, None if deadline is None else deadline - time.monotonic())
+        for artifact, answer in zip(served, answers, strict=True):
+            if isinstance(answer, MissingPart):
+                artifact.metrics.missing.inc()
+        results = [answer for answer in answers if isinstance(answer, PipelineResult)]
+        prediction = merged([each if isinstance(each, MissingPart) else each.prediction for each in answers])
+        return results[0]._replace(prediction=prediction, cached=all(result.cached for result in results))
+
+    async def _part(
+        self, served: ServedArtifact, request: pb.PredictRequest, deadline: float | None, method: str
+    ) -> PipelineResult:
+        """The result of an artifact that is joined to another one; counted in its metrics."""
+        start, code = time.monotonic(), "OK"
+        result: PipelineResult | None = None
+        try:
+            if request.HasField("token_ids"):
+                raise InputError("token_ids", "ids of another tokenizer", "a prompt or messages")
+            result = await served.predict(served.reader.read(request), deadline=deadline)
+            return result
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        except Exception as error:
+            code = status_code(error).name
+            raise
+        finally:
+            served.metrics.request(method, code, time.monotonic() - start, result)
 
     def _end_span(
         self, tracing: Tracing, span: Any, served: ServedArtifact, code: str, result: PipelineResult | None
@@ -259,7 +307,8 @@ class PredictorCalls:
     def metadata(self, request: pb.GetMetadataRequest) -> pb.GetMetadataResponse:
         """Artifact, heads and limits; UnknownArtifactError for an unknown artifact id."""
         served = self.artifacts.get(request.artifact_id)
-        manifest, conditioning = served.manifest, served.manifest.conditioning
+        manifest = self.artifacts.manifest(served)
+        conditioning = manifest.conditioning
         return pb.GetMetadataResponse(
             **{name: getattr(manifest, name) for name in MANIFEST_FIELDS},
             max_length_tokens=manifest.max_length,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from predictors.hosting.tls import check_tls
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.predictor import addresses
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.threads import check_threads
 
@@ -24,9 +25,10 @@ class ServeConfig:
 
     artifact: str = "pretrained"
     """Artifact folder written by export-onnx, or pretrained or tiny, the artifacts shipped with tailcast. It
-    serves all requests that do not name an artifact."""
+    serves all requests that do not name an artifact. Joined by + with artifacts of further heads, as in pretrained+urgency,
+    responses have the heads of all."""
     more_artifacts: list[str] = field(default_factory=list)
-    """Further artifact folders to serve; requests select them by artifact_id."""
+    """Further artifacts to serve, written as artifact; requests select them by artifact_id."""
     port: int = 50051
     """gRPC port to listen on; 0 selects a free port."""
     http_port: int | None = None
@@ -101,6 +103,11 @@ class ServeConfig:
         if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
             raise InputError("workers", self.workers, "1: this system cannot share a port")
         check_tls(self)
+
+    @property
+    def num_artifacts(self) -> int:
+        """Number of artifacts, each part of joined ones; a part of several counts for each."""
+        return sum(len(addresses(each)) for each in (self.artifact, *self.more_artifacts))
 
     @property
     def learns(self) -> bool:

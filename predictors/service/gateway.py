@@ -19,7 +19,7 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.config import ServeConfig
 from predictors.service.errors import ErrorStatus, UnparsableError, renamed
-from predictors.service.json_request import observe_message, request_message
+from predictors.service.json_request import MAX_JSON_VALUES, observe_message, request_message
 from predictors.service.messages import UNCOUNTED_BYTES
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import SERVER_METADATA, InputTensor, find, infer, model_metadata
@@ -35,8 +35,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Probes need no token.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
-MAX_JSON_VALUES = 100_000
-"""Maximum number of brackets, commas and colons of a JSON body; parsing that many blocks for about 20 ms."""
 #: Header of the binary tensor extension.
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -223,7 +221,7 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
         return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
 
     async def metadata_of(request: web.Request) -> web.Response:
-        return web.json_response(model_metadata(model(request)))
+        return web.json_response(model_metadata(calls, model(request)))
 
     async def model_ready(request: web.Request) -> web.Response:
         served = model(request)
@@ -234,14 +232,16 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
         with calls.counted("ModelInfer"):
             served = model(request)
             content, binary = await _split(await read_body(request), request.headers.get(HEADER_LENGTH))
-        all_binary = _parameters(content).get("binary_data_output", False)
+        options = _parameters(content)
+        all_binary = options.get("binary_data_output", False)
         is_binary = {
             str(output.get("name", "")): bool(_parameters(output).get("binary_data", all_binary))
             for output in _listed(content, "outputs")
         }
         outputs: list[dict[str, Any]] = []
         raw = []
-        for tensor, values in await infer(calls, served, _inputs(content, binary), is_binary, None):
+        tensors, parameters = await infer(calls, served, _inputs(content, binary), is_binary, options, None)
+        for tensor, values in tensors:
             output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             output["shape"] = list(values.shape)
             if is_binary.get(tensor.name, all_binary):
@@ -252,6 +252,8 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
             outputs.append(output)
         response = {"model_name": served.name, "model_version": served.version, "outputs": outputs}
         if isinstance(content.get("id"), str):
+        if parameters:
+            response["parameters"] = parameters
             response["id"] = content["id"]
         if not raw:
             return web.json_response(response)

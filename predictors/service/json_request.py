@@ -36,6 +36,8 @@ OBSERVATION_FIELDS: Mapping[str, FieldDescriptor] = {
     field.name: field for field in pb.Observation.DESCRIPTOR.fields if field.message_type is None
 }
 MAX_OBSERVATIONS = 1000
+MAX_JSON_VALUES = 100_000
+"""Maximum number of brackets, commas and colons of a JSON body; parsing that many blocks for about 20 ms."""
 INPUTS = ("prompt", "messages", "token_ids", "tokenIds", "input", "inputs", "text", "contents")
 MODELS = ("model", "served_model", "servedModel")
 #: Limits of the output; the first one >= 1 applies.

@@ -234,7 +234,8 @@ def predict_response(
     is_trained_model: bool,
     prediction: Prediction | None = None,
 ) -> pb.PredictResponse:
-    """The response to a validated request; `prediction` is the corrected one, if there is a correction."""
+    """The response to a validated request; `prediction` is the corrected one, if there is a correction. `manifest` is that
+    of the artifact, or of the first of joined ones."""
     is_corrected = prediction is not None and prediction.length is not result.prediction.length
     prediction = prediction or result.prediction
     response = pb.PredictResponse(

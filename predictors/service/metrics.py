@@ -111,6 +111,7 @@ class ServiceMetrics:
         self.failed = counter("failed_batches", "Model calls that failed.")
         self.hits = counter("cache_hits", "Predictions from the cache.")
         self.misses = counter("cache_misses", "Predictions not in the cache.")
+        self.missing = counter("missing_parts", "Predictions without this part of a joined artifact.")
         self.reloads = counter("reloads", "Artifact replacements, by outcome.", "outcome")
         sum_gauge = functools.partial(metric, Gauge, multiprocess_mode="livesum")
         self.queue_length = sum_gauge("queue_length", "Requests in flight.")
@@ -141,6 +142,7 @@ class ArtifactMetrics:
         self._padding = metrics.padding.labels(name)
         self._hits = metrics.hits.labels(name)
         self._misses = metrics.misses.labels(name)
+        self.missing = metrics.missing.labels(name)
         self._requests = functools.cache(functools.partial(metrics.requests.labels, name))
         self._seconds = functools.cache(functools.partial(metrics.seconds.labels, name))
 

@@ -1,40 +1,48 @@
 """The Open Inference Protocol (https://kserve.github.io): inference on named tensors, and its gRPC methods.
 
-The model name is the artifact id. Inputs have N rows, shape [N] or [N, 1]:
+The model name is the artifact id. Inputs have N rows, shape [N] or [N, 1]; each row has a prompt or messages:
 
 | input | type | |
 |---|---|---|
-| prompt | BYTES | text |
+| prompt | BYTES | text; empty: the row has messages |
+| messages | BYTES | JSON list of messages with role and content, as in a request of any chat API; empty: the row has a prompt |
+| options | BYTES | optional; JSON object with other members of such a request: tools, response_format, reasoning_effort, ...; those of all rows may be parameters of the request |
 | served_model | BYTES | optional; empty: unknown |
 | temperature | FP32 | optional; NaN: unknown |
 | max_tokens | INT64 | optional |
 
 Outputs are those of the artifact's graph (without sigma_within), nu if it is fixed, and with max_tokens also expected_tokens,
-cvar_tokens and quantile_tokens (0.5, 0.9, 0.99) of the truncated length.
+cvar_tokens and quantile_tokens (0.5, 0.9, 0.99) of the truncated length. Numbers of a part of joined artifacts that failed or
+was late are NaN, and the parameter `missing` of the response has the reasons.
 """
 
 from __future__ import annotations
 
+import asyncio
 import operator
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from predictors.manifest import Manifest
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import MAX_BATCH_REQUESTS, PredictorCalls, gather_in_chunks
-from predictors.service.errors import UnknownArtifactError, renamed
+from predictors.service.errors import UnknownArtifactError, UnparsableError, renamed
 from predictors.service.grpc_methods import Context, unary
-from predictors.service.messages import DEFAULT_QUANTILE_LEVELS
+from predictors.service.json_request import MAX_JSON_VALUES, request_message
+from predictors.service.messages import DEFAULT_QUANTILE_LEVELS, UNCOUNTED_BYTES
 from predictors.service.pipeline import ServedArtifact
 from scheduler_core.errors import InputError
+from scheduler_core.shell.json_text import from_json, num_separators, parse_json
 
+T = TypeVar("T")
 Tensor = NDArray[Any]
 InputTensor = tuple[str, str, Sequence[int], bytes | Sequence[Any]]
 """Name, datatype, shape, and raw bytes or values of an input."""
@@ -49,6 +57,12 @@ PLATFORM = "onnxruntime_onnx"
 DTYPES: dict[str, Any] = {"BYTES": np.object_, "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
 # Python types of values in JSON or protobuf; null is NaN.
 PYTHON_TYPES: dict[str, set[type]] = {"BYTES": {str, bytes}, "INT64": {int}, "FP32": {int, float, type(None)}}
+# Parameters of a request that are the protocol's, its extensions' or tritonclient's; others are options of all rows.
+PROTOCOL_PARAMETERS = frozenset(
+    ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers")
+)
+# Fields of a request without an effect on these outputs.
+WITHOUT_EFFECT = ("artifact_id", "quantile_levels", "declared_tier", "generated_tokens", "embedding")
 # Output -> field of the response, if their names differ.
 RESPONSE_FIELDS = {
     "urgency": "urgency.probabilities",
@@ -68,6 +82,8 @@ class TensorType(NamedTuple):
 
 INPUTS = (
     TensorType("prompt", "BYTES"),
+    TensorType("messages", "BYTES"),
+    TensorType("options", "BYTES"),
     TensorType("served_model", "BYTES"),
     TensorType("temperature", "FP32"),
     TensorType("max_tokens", "INT64"),
@@ -79,9 +95,8 @@ TRUNCATED_LENGTH_OUTPUTS = (
 )
 
 
-def output_types(served: ServedArtifact) -> list[TensorType]:
-    """Outputs of a model; the last three require the input max_tokens."""
-    manifest = served.manifest
+def output_types(manifest: Manifest) -> list[TensorType]:
+    """Outputs of a model; the last three require max_tokens."""
     types = [
         TensorType(output.name, output.datatype, (-1, *map(int, output.shape[1:])))
         for output in manifest.outputs
@@ -94,9 +109,10 @@ def output_types(served: ServedArtifact) -> list[TensorType]:
     return types
 
 
-def model_metadata(served: ServedArtifact) -> dict[str, Any]:
+def model_metadata(calls: PredictorCalls, served: ServedArtifact) -> dict[str, Any]:
     """Model metadata of the protocol: name, versions, platform, inputs and outputs."""
-    inputs, outputs = ([tensor._asdict() for tensor in types] for types in (INPUTS, output_types(served)))
+    types = (INPUTS, output_types(calls.artifacts.manifest(served)))
+    inputs, outputs = ([tensor._asdict() for tensor in each] for each in types)
     tensors = {"inputs": inputs, "outputs": outputs}
     return {"name": served.name, "versions": [served.version], "platform": PLATFORM} | tensors
 
@@ -116,21 +132,32 @@ async def infer(
     served: ServedArtifact,
     inputs: Iterable[InputTensor],
     names: Collection[str],
+    parameters: Mapping[str, Any],
     timeout_s: float | None,
-) -> list[tuple[TensorType, Tensor]]:
+) -> tuple[list[tuple[TensorType, Tensor]], dict[str, str]]:
     """Predicts N rows within `timeout_s` (None: no limit) and returns the outputs `names` in order (empty:
-    all). Raises the TailcastError of the first failed row."""
+    all), and the parameters of the response; `parameters` are those of the request. Raises the TailcastError of the first
+    failed row."""
     with calls.counted("ModelInfer"):
         values = _input_values(inputs)
+        others = (name for name in parameters if name not in PROTOCOL_PARAMETERS)
+        options = {name: from_json(parameters[name]) for name in others}
+        size = sum(len(text) for name in ("messages", "options") for text in values.get(name, ()))
+        if size > UNCOUNTED_BYTES:  # parsing JSON takes long
+            requests = await asyncio.to_thread(_requests, values, options)
+        else:
+            requests = _requests(values, options)
+        for request in requests:
+            request.artifact_id = served.name
+        has_limits = all(request.HasField("max_tokens") for request in requests)
         available = {
             output.name: output
-            for output in output_types(served)
-            if "max_tokens" in values or output not in TRUNCATED_LENGTH_OUTPUTS
+            for output in output_types(calls.artifacts.manifest(served))
+            if has_limits or output not in TRUNCATED_LENGTH_OUTPUTS
         }
         for name in names:
             if name not in available:
                 raise InputError("outputs", name, f"any of {', '.join(available)}")
-        requests = _requests(served, values)
 
     async def outcome(request: pb.PredictRequest) -> pb.PredictResponse | Exception:
         try:
@@ -145,10 +172,11 @@ async def infer(
         responses.append(result)
     tensors = []
     for output in (available[name] for name in names or available):
-        rows = [_output_value(response, output.name) for response in responses]
+        rows = [_output_value(response, output) for response in responses]
         tensor = np.array(rows, dtype=DTYPES[output.datatype])
         tensors.append((output, tensor.reshape(len(rows), *output.shape[1:])))
-    return tensors
+    missing = {f"{each.part}: {each.reason}": None for response in responses for each in response.missing}
+    return tensors, {"missing": "; ".join(missing)} if missing else {}
 
 
 def _input_values(inputs: Iterable[InputTensor]) -> dict[str, list[Any]]:
@@ -193,29 +221,81 @@ def _raw_values(datatype: str, count: int, raw: bytes) -> list[Any]:
     return strings if end == len(raw) else []
 
 
-def _requests(served: ServedArtifact, inputs: Mapping[str, list[Any]]) -> list[pb.PredictRequest]:
-    if "prompt" not in inputs:
-        raise InputError("inputs", sorted(inputs), "a list with prompt")
-    num_rows = len(inputs["prompt"])
+def _requests(inputs: Mapping[str, list[Any]], parameters: Mapping[str, Any]) -> list[pb.PredictRequest]:
+    """The request of each row, from the values by input, and the parameters, which are options of all rows."""
+    if not {"prompt", "messages", "options"} & inputs.keys():
+        raise InputError("inputs", sorted(inputs), "a list with prompt or messages")
+    first, num_rows = next((name, len(values)) for name, values in inputs.items())
     for name, values in inputs.items():
         if len(values) != num_rows:
-            raise InputError(f"inputs.{name}", f"{len(values)} rows", f"{num_rows}, as many as prompts")
-    requests = []
+            raise InputError(f"inputs.{name}", f"{len(values)} rows", f"{num_rows}, as many as {first}")
+    texts = (text for name in ("messages", "options") for text in inputs.get(name, ()))
+    if sum(sum(num_separators(text.encode())) for text in texts) > MAX_JSON_VALUES:
+        raise UnparsableError("JSON", f"messages and options with more than {MAX_JSON_VALUES} values")
+    rows = enumerate(zip(*inputs.values(), strict=True))
+    return [_request(dict(zip(inputs, row, strict=True)), parameters, number) for number, row in rows]
+
+
+def _request(row: dict[str, Any], parameters: Mapping[str, Any], number: int) -> pb.PredictRequest:
+    """The request of a row, from its values by input. Null, NaN and empty texts are not set."""
+    prompt, messages, options = (row.pop(name, "") for name in ("prompt", "messages", "options"))
+    request = pb.PredictRequest(prompt=prompt)
+    if messages or options or parameters:
+        body = {**parameters} | (_json(f"inputs.options[{number}]", options, dict) if options else {})
+        inputs: dict[str, Any] = {"prompt": prompt} if prompt else {}
+        if messages:
+            inputs["messages"] = _json(f"inputs.messages[{number}]", messages, list)
+        for name in inputs:
+            if name in body:
+                raise InputError(f"inputs.options[{number}]", name, f"unset, because the input {name} has it")
+        body |= inputs
+        try:
+            request = request_message(body)
+        except InputError as error:
+            raise renamed(error, f"{error.field}[{number}]") from error
+    of_options = [field.name for field, _ in request.ListFields()]
+    for name in WITHOUT_EFFECT:
+        if name in of_options:
+            allowed = "unset, because no output has it; use Predict or /v1/predict"
+            raise InputError(f"inputs.options[{number}].{name}", getattr(request, name), allowed)
+    for name, value in row.items():
+        if value in (None, "") or value != value:
+            continue
+        if name in of_options:
+            raise InputError(f"inputs.options[{number}]", name, f"unset, because the input {name} has it")
+        try:
+            setattr(request, name, value)
+        except ValueError as error:
+            raise InputError(f"inputs.{name}[{number}]", value, "integers of 64 bits") from error
+    return request
+
+
+def _json(field: str, text: str, kind: type[T]) -> T:
+    """The JSON list or object in a text."""
     try:
-        for row in range(num_rows):
-            fields = {name: values[row] for name, values in inputs.items()}
-            # Null and NaN mean unknown.
-            is_set = {name: value for name, value in fields.items() if value is not None and value == value}
-            requests.append(pb.PredictRequest(artifact_id=served.name, **is_set))
-        return requests
+        value = parse_json(text, unique_keys=True, lone_surrogates="refuse")
     except ValueError as error:
-        raise InputError("inputs.max_tokens", "a larger integer", "integers of 64 bits") from error
+        raise InputError(field, text[:40], f"valid JSON ({error})") from error
+    if not isinstance(value, kind):
+        raise InputError(field, text[:40], "a JSON list" if kind is list else "a JSON object")
+    return value
 
 
-def _output_value(response: pb.PredictResponse, name: str) -> Any:
+def _output_value(response: pb.PredictResponse, output: TensorType) -> Any:
+    name = RESPONSE_FIELDS.get(output.name, output.name)
+    if response.missing and not _is_set(response, name.partition(".")[0]):
+        return np.full(output.shape[1:], np.nan)
     if name == "quantile_tokens":
         return [quantile.tokens for quantile in response.truncated_length.quantiles]
-    return operator.attrgetter(RESPONSE_FIELDS.get(name, name))(response)
+    return operator.attrgetter(name)(response)
+
+
+def _is_set(response: pb.PredictResponse, name: str) -> bool:
+    if name == "quantile_tokens":
+        name = "truncated_length"
+    if response.DESCRIPTOR.fields_by_name[name].is_repeated:
+        return bool(getattr(response, name))
+    return response.HasField(name)
 
 
 def open_inference_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any, Any]:
@@ -238,14 +318,19 @@ def open_inference_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any,
         return oip.ServerMetadataResponse(**SERVER_METADATA)
 
     async def metadata_of(request: oip.ModelMetadataRequest, context: Context) -> Message:
-        return oip.ModelMetadataResponse(**model_metadata(find(calls, request.name, request.version)))
+        return oip.ModelMetadataResponse(**model_metadata(calls, find(calls, request.name, request.version)))
 
     async def model_infer(request: oip.ModelInferRequest, context: Context) -> Message:
         with calls.counted("ModelInfer"):
             served = find(calls, request.model_name, request.model_version)
         names = dict.fromkeys(output.name for output in request.outputs)
-        outputs = await infer(calls, served, _inputs(request), names, context.time_remaining())
+        options = {name: _parameter(value) for name, value in request.parameters.items()}
+        outputs, parameters = await infer(
+            calls, served, _inputs(request), names, options, context.time_remaining()
+        )
         response = oip.ModelInferResponse(model_name=served.name, model_version=served.version, id=request.id)
+        for name, text in parameters.items():
+            response.parameters[name].string_param = text
         for (name, datatype, _), values in outputs:
             output = response.outputs.add(name=name, datatype=datatype, shape=values.shape)
             # A client that sends raw bytes gets raw bytes.
@@ -264,6 +349,11 @@ def open_inference_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any,
         "ModelInfer": unary(model_infer, oip.ModelInferRequest),
     }
     return grpc.method_handlers_generic_handler(OIP_SERVICE, methods)
+
+
+def _parameter(parameter: oip.InferParameter) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    return None if kind is None else getattr(parameter, kind)
 
 
 def _inputs(request: oip.ModelInferRequest) -> Iterator[InputTensor]:

@@ -39,7 +39,7 @@ def run_server(
 
 def open_server(config: ServeConfig, *, worker: int | None = None) -> PredictionServer:
     """The unbound server of `config` with its artifacts; `worker` is its number, if any."""
-    sources, runtimes = open_sources(config)
+    sources, runtimes, joined = open_sources(config)
     provider = runtimes[0].provider
     batching = batching_settings(config, provider)
     cores: list[int] = []
@@ -52,6 +52,7 @@ def open_server(config: ServeConfig, *, worker: int | None = None) -> Prediction
         batching,
         config,
         reopen=lambda name: sources[name].open(),
+        joined=joined,
         source_state=lambda: [source.state() for source in sources.values()],
         shares_ports=worker is not None,
         worker_cores=cores,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -46,8 +46,9 @@ class PredictionServer:
         runtimes: Loaded artifacts with distinct ids, the default first.
         batching: Batching settings.
         config: Addresses, limits and access; `artifact`, `workers` and batching options are ignored.
-        reopen, worker_cores: As in `ArtifactTable` and `ServiceThreads`.
-        source_state: A value that changes when the files of an artifact do; read every `config.reload_poll_s`.
+        reopen, joined, worker_cores: As in `ArtifactTable` and `ServiceThreads`.
+        source_state: A value that changes when the files of an artifact do; read every `config.reload_poll_s`, as those of
+            the certificates.
         shares_ports: Whether other processes listen on the same ports and share their connections.
         num_listeners: Number of gRPC servers on the port, which share its connections. A single server
             accepts calls one by one with two thread switches each, so that on a busy machine calls wait
@@ -61,6 +62,7 @@ class PredictionServer:
         config: ServeConfig,
         *,
         reopen: Reopen | None = None,
+        joined: Mapping[str, Sequence[str]] | None = None,
         source_state: Callable[[], object] = lambda: None,
         shares_ports: bool = False,
         worker_cores: Sequence[int] = (),
@@ -79,6 +81,7 @@ class PredictionServer:
             worker_cores=worker_cores,
             metrics=self.metrics,
             reopen=reopen,
+            joined=joined,
         )
         tracing = Tracing() if config.traces else None
         learner = None

@@ -59,7 +59,7 @@ async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
         if http_port is not None:
             http_port = _reserved_port(stack, config.host, http_port, "http_port")
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-")))
-            files = WorkerMetricFiles(folder, config.workers, 1 + len(config.more_artifacts))
+            files = WorkerMetricFiles(folder, config.workers, config.num_artifacts)
             counting = {"environment": files.environment, "on_end": files.reset_live}
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(

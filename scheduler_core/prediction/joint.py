@@ -27,14 +27,17 @@ _PUBLIC_CODES = frozenset({"UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED"
 
 
 class Parts:
-    """The parts of a joined predictor, by name; `clock` is monotonic, in seconds.
+    """The parts of a joined predictor, by name. Each kind of failure of a part is logged once.
 
-    Each kind of failure of a part is logged once.
+    `clock` is monotonic, in seconds; a late part is paused after deadlines of at least `shortest_s` seconds.
     """
 
-    def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, names: Sequence[str], clock: Callable[[], float] = time.monotonic, *, shortest_s: float = 0.0
+    ) -> None:
         self.names = tuple(names)
         self._clock = clock
+        self._shortest_s = shortest_s
         #: Part -> when it is asked again, after it was late.
         self._resume_s: dict[str, float] = {}
         self._logged: set[tuple[str, str]] = set()
@@ -45,7 +48,7 @@ class Parts:
         """The answer of each part to its call, or why it is missing; raises the error of the first part if none answers.
 
         A part that has not answered after `SHARE` of `timeout_s` is late, if another one has: it is cancelled, and not
-        asked for the next `PAUSE` times `timeout_s`. None: all parts are waited for.
+        asked for the next `PAUSE` times `timeout_s`, so that it does not delay each request. None: all are waited for.
         """
         asked = self._asked(timeout_s)
         tasks = {name: asyncio.ensure_future(calls[self.names.index(name)]()) for name in asked}
@@ -74,8 +77,8 @@ class Parts:
         now = self._clock()
         asked = [name for name in self.names if self._resume_s.get(name, now) <= now]
         for name in asked:
-            if name in self._resume_s and timeout_s is not None:
-                self._resume_s[name] = now + PAUSE * timeout_s
+            if name in self._resume_s:
+                self._resume_s[name] = now + PAUSE * max(timeout_s or 0.0, self._shortest_s)
         return asked or list(self.names)
 
     def _result(
@@ -84,9 +87,9 @@ class Parts:
         if task is None:
             return MissingPart(name, LATE)
         if not task.done():
-            if timeout_s is not None:
+            if timeout_s is not None and timeout_s >= self._shortest_s:
                 self._resume_s[name] = self._clock() + PAUSE * timeout_s
-            self._log(name, f"{LATE}, and paused for {PAUSE} times the deadline of {timeout_s:g} s")
+            self._log(name, LATE)
             return MissingPart(name, LATE)
         self._resume_s.pop(name, None)
         if task.cancelled():

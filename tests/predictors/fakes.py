@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -292,13 +292,16 @@ async def running_server(
     *,
     batching: BatchingSettings | None = None,
     reopen: Reopen | None = None,
+    joined: Mapping[str, Sequence[str]] | None = None,
     num_listeners: int = 4,
     **options: Any,
 ) -> AsyncIterator[tuple[PredictionServer, str]]:
     """A server on a free loopback port, and its address; `options` are fields of ServeConfig."""
     runtimes = runtime if isinstance(runtime, Sequence) else [runtime]
     batching, config = batching or BatchingSettings.cpu(num_workers=2), serve_config(**options)
-    server = PredictionServer(runtimes, batching, config, reopen=reopen, num_listeners=num_listeners)
+    server = PredictionServer(
+        runtimes, batching, config, reopen=reopen, joined=joined, num_listeners=num_listeners
+    )
     try:
         port = await server.start()
         yield server, f"127.0.0.1:{port}"

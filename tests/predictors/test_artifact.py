@@ -326,7 +326,7 @@ async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
     link = tmp_path / "current"
     link.symlink_to(signed(tmp_path / "one", artifact_version="one"))
     config = fakes.serve_config(artifact=str(link), provider="cpu", public_key=str(key))
-    sources, runtimes = open_sources(config)
+    sources, runtimes, _ = open_sources(config)
     async with server_and_stub(runtimes, reopen=lambda name: sources[name].open()) as (server, stub):
 
         async def version() -> str:

@@ -17,7 +17,8 @@ import pytest
 from predictors.proto import open_inference_pb2 as oip
 from predictors.runtime import open_runtime
 from scheduler_core.lengths import LogT
-from tests.predictors.fakes import Stub, expected_rich, running_server, status
+from scheduler_core.prediction.prompt_text import PartTokens
+from tests.predictors.fakes import Stub, expected_rich, running_server, status, write_rich_artifact
 
 PROMPTS = ["sea", "name three rivers", "write a long essay"]
 MODELS = ["tiny-llm", "", "huge-llm"]
@@ -88,7 +89,7 @@ async def test_metadata_and_health(stub: Any) -> None:
     assert (await stub.ServerMetadata(oip.ServerMetadataRequest())).name == "tailcast"
     metadata = await stub.ModelMetadata(oip.ModelMetadataRequest(name="tiny"))
     names = [tensor.name for tensor in metadata.inputs]
-    assert names == ["prompt", "served_model", "temperature", "max_tokens"]
+    assert names == ["prompt", "messages", "options", "served_model", "temperature", "max_tokens"]
     shapes = {tensor.name: list(tensor.shape) for tensor in metadata.outputs}
     assert (shapes["mu"], shapes["urgency"], shapes["quantile_tokens"]) == ([-1], [-1, 3], [-1, 3])
     versioned = {"name": "tiny", "version": metadata.versions[0]}
@@ -268,3 +269,108 @@ async def test_tritonclient_works_unchanged(addresses: dict[str, str], kind: str
 def test_tritonclient_and_ours_live_in_one_process() -> None:
     service_pb2 = pytest.importorskip("tritonclient.grpc").service_pb2
     assert service_pb2.ModelInferRequest.FromString(infer_request().SerializeToString()).model_name == "tiny"
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": {"b": {}, "c": {}}}}}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+#: Requests of the chat API: those of the protocol must be read as these over HTTP.
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "name three rivers"},
+    {"prompt": "name three rivers", "response_format": SCHEMA, "max_tokens": 50},
+    {
+        "messages": [
+            {"role": "system", "content": "write a long essay"},
+            {"role": "user", "content": "name three rivers"},
+            {"role": "assistant", "content": "the sea"},
+            {"role": "user", "content": [{"type": "text", "text": "last"}]},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "last"}], "tools": [TOOL], "n": 3, "stop": ["sea"]},
+    {"messages": [{"role": "user", "content": "last"}], "reasoning_effort": "high", "min_tokens": 64},
+    {
+        "messages": [{"role": "user", "content": "last"}],
+        "model": "huge-llm",
+        "temperature": 0.7,
+        "max_tokens": 9,
+    },
+]
+CONVERSATIONS = """
+import importlib, json, sys
+import numpy as np
+
+kind, address, bodies = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+module = importlib.import_module(f"tritonclient.{kind}")
+client = module.InferenceServerClient(url=address)
+
+
+def infer(bodies, parameters=None):
+    columns = {
+        "prompt": [body.get("prompt", "") for body in bodies],
+        "messages": [json.dumps(body["messages"]) if "messages" in body else "" for body in bodies],
+        "options": [json.dumps({name: body[name] for name in body if name not in ("prompt", "messages")}) for body in bodies],
+    }
+    inputs = []
+    for name, texts in columns.items():
+        inputs.append(module.InferInput(name, [len(texts)], "BYTES"))
+        inputs[-1].set_data_from_numpy(np.array([text.encode() for text in texts], dtype=np.object_))
+    return client.infer("tiny", inputs, parameters=parameters)
+
+
+print(json.dumps({
+    "mu": infer(bodies).as_numpy("mu").tolist(),
+    "sigma": infer(bodies).as_numpy("sigma").tolist(),
+    "with parameters": infer(bodies[:1], {"max_tokens": 7, "reasoning_effort": "high"}).as_numpy("quantile_tokens").tolist(),
+}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+async def test_conversations_and_options_are_read_as_over_http(tmp_path: Path, kind: str) -> None:
+    parts = PartTokens(options=20, system=20, turns=20, last=20)
+    fields = {"conversations": True, "part_tokens": parts, "max_length": 100}
+    folder = write_rich_artifact(tmp_path / "a", heads=("length",), **fields)
+    async with running_server(open_runtime(folder), http_port=0) as (server, address):
+        ports = {"grpc": address, "http": f"127.0.0.1:{server.http_port}"}
+        command = [sys.executable, "-c", CONVERSATIONS, kind, ports[kind], json.dumps(BODIES)]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        seen = json.loads(done.stdout.splitlines()[-1])
+        answers = []
+        async with aiohttp.ClientSession(f"http://{ports['http']}") as http:
+            for body in BODIES:
+                async with http.post("/v1/predict", json=body) as response:
+                    answers.append(await response.json())
+    for name in ("mu", "sigma"):
+        np.testing.assert_allclose(seen[name], [answer[name] for answer in answers], rtol=1e-6)
+    assert len(set(seen["mu"])) == len(BODIES)
+    assert max(seen["with parameters"][0]) <= 7
+
+
+CHAT = json.dumps([{"role": "user", "content": "sea"}])
+BAD_ROWS: list[tuple[dict[str, str], str]] = [
+    ({"messages": "{}"}, "inputs.messages[0]: got '{}'; allowed: a JSON list"),
+    ({"messages": "[1"}, "inputs.messages[0]: got '[1'; allowed: valid JSON"),
+    ({"options": "[]"}, "inputs.options[0]: got '[]'; allowed: a JSON object"),
+    ({"prompt": "sea", "options": '{"n": 1, "n": 2}'}, "inputs.options[0]"),
+    ({"prompt": "sea", "messages": CHAT}, "prompt, messages[0]: got '2 inputs'"),
+    ({"messages": CHAT, "options": f'{{"messages": {CHAT}}}'}, "unset, because the input messages has it"),
+    (
+        {"messages": CHAT, "served_model": "tiny-llm", "options": '{"model": "huge-llm"}'},
+        "the input served_model has it",
+    ),
+    ({"prompt": "sea", "options": '{"maxtokens": 5}'}, "member[0]: got 'maxtokens'; allowed: max_tokens"),
+    ({"prompt": "sea", "options": '{"declared_tier": 1}'}, "inputs.options[0].declared_tier: got 1"),
+    ({"prompt": "sea", "options": '{"artifact_id": "other"}'}, "inputs.options[0].artifact_id: got 'other'"),
+    ({"messages": "[]"}, "messages[0]: got ''; allowed: a non-empty text"),
+    ({"prompt": "sea", "options": "[" + "[]," * 60_000 + "[]]"}, "more than 100000 values"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+async def test_what_cannot_be_read_of_a_row_is_named(stub: Any, row: dict[str, str], message: str) -> None:
+    request = oip.ModelInferRequest(model_name="tiny")
+    for name, text in row.items():
+        contents = oip.InferTensorContents(bytes_contents=[text.encode()])
+        request.inputs.add(name=name, datatype="BYTES", shape=[1], contents=contents)
+    code, details = await status(stub.ModelInfer(request))
+    assert (code, message in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
