@@ -143,12 +143,12 @@ class Forecaster:
         try:
             async with asyncio.timeout(self.deadline_s):
                 [prediction] = await self._predictor.predict([request], timeout_s=self.deadline_s)
+            outcome = "partial" if prediction.missing else outcome
         except TimeoutError:
             outcome = "late"
         except Exception as error:  # no failure of a predictor may fail a request
             failure, outcome = error, _outcome(error) if isinstance(error, TailcastError) else "failed"
         finally:
-            outcome = "partial" if prediction.missing else outcome
             self._num_running -= 1
             if not self._num_running:
                 self._all_done.set()

@@ -251,9 +251,9 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
                 output["data"] = values.reshape(-1).tolist()
             outputs.append(output)
         response = {"model_name": served.name, "model_version": served.version, "outputs": outputs}
-        if isinstance(content.get("id"), str):
         if parameters:
             response["parameters"] = parameters
+        if isinstance(content.get("id"), str):
             response["id"] = content["id"]
         if not raw:
             return web.json_response(response)

@@ -134,6 +134,7 @@ class ArtifactMetrics:
         self._metrics, self._name = metrics, name
         self.queue_length = metrics.queue_length.labels(name)
         self.failed_batches = metrics.failed.labels(name)
+        self.missing = metrics.missing.labels(name)
         self._tokenize = metrics.tokenize.labels(name)
         self._queue = metrics.queue.labels(name)
         self._inference = metrics.inference.labels(name)
@@ -142,7 +143,6 @@ class ArtifactMetrics:
         self._padding = metrics.padding.labels(name)
         self._hits = metrics.hits.labels(name)
         self._misses = metrics.misses.labels(name)
-        self.missing = metrics.missing.labels(name)
         self._requests = functools.cache(functools.partial(metrics.requests.labels, name))
         self._seconds = functools.cache(functools.partial(metrics.seconds.labels, name))
 
