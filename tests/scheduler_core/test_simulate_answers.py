@@ -253,7 +253,7 @@ def test_a_kv_cache_that_does_not_fit_beside_the_weights_is_told(
 class Reader:
     """Predicts the number in the prompt."""
 
-    async def predict(self, requests: Sequence[Any]) -> list[Any]:
+    async def predict(self, requests: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
         return [predicted(float(request.prompt)) for request in requests]
 
     async def close(self) -> None:

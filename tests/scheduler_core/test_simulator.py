@@ -115,7 +115,9 @@ class Echo:
         self.failing = failing
         self.closed = False
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> list[Prediction]:
         if self.failing in requests[0].prompt:
             raise TailcastError("no prediction for this one")
         return [self.prediction("abcd".index(request.prompt[0])) for request in requests]
@@ -159,7 +161,9 @@ def test_every_live_head_reaches_the_policy(policy: str, parameters: dict[str, f
 
 def test_the_model_of_a_row_is_the_served_model(tmp_path: Path) -> None:
     class Names(Echo):
-        async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
+        async def predict(
+            self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+        ) -> list[Prediction]:
             names.extend(request.served_model for request in requests)
             return await super().predict(requests)
 

@@ -33,7 +33,9 @@ class LengthReader:
         name, _, number = mode.partition(":")
         self._mode, self._left = name, int(number or 0)
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[Prediction]:
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> Sequence[Prediction]:
         if self._mode == "hangs":
             await asyncio.Event().wait()
         if self._mode == "garbage":
