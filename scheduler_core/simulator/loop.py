@@ -7,7 +7,7 @@ of memory are simulated at once, with bit-identical results. A single replica is
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -103,6 +103,7 @@ class Simulation:
         served_model: Name of the served model for `calibration`; empty: `model` of each row.
         horizon_s: Time at which the run ends, although requests are not finished; None: runs until all are.
         stop_after: Number of finished requests after which the run ends; None: no limit.
+        is_decided: Called with each finished request; the run ends when it returns True.
         exact_steps: Simulate every step individually; slower, same result. Always the case with a planner.
         progress: Called with the number of requests ended since the last call.
         roles: Phases by replica; default: both.
@@ -131,6 +132,7 @@ class Simulation:
         *,
         horizon_s: float | None = None,
         stop_after: int | None = None,
+        is_decided: Callable[[RequestRecord], bool] | None = None,
         exact_steps: bool = False,
         calibration: Correction | None = None,
         served_model: str = "",
@@ -188,6 +190,7 @@ class Simulation:
         self._source = EventSource(trace, predictions, frontend_s)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._stop_after = math.inf if stop_after is None else stop_after
+        self._is_decided = is_decided
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         #: Session -> replica of its latest request.
@@ -527,6 +530,8 @@ class Simulation:
         record = RequestRecord.of(item, row, prediction, now, replica_id)
         self._observe(item, row)
         self._outcome.records.append(record)
+        if self._is_decided is not None and self._is_decided(record):
+            self._stop_after = len(self._outcome.records)
         self._end_request(row, now)
 
     def _tick(self, now: float) -> None:

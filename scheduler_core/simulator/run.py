@@ -168,6 +168,7 @@ def run_simulation(
     log: DecisionLog | None = None,
     progress: Callable[[int], None] | None = None,
     watch: RunWatch | None = None,
+    is_decided: Callable[[RequestRecord], bool] | None = None,
 ) -> SimulationResult:
     """Simulates one policy until every request has finished.
 
@@ -180,6 +181,7 @@ def run_simulation(
         log: Records all decisions; only for one replica.
         progress: Called with the number of requests that ended since the last call.
         watch: Observes the run; None: gaps between tokens and KV cache usage.
+        is_decided: Called with each finished request; the run ends when it returns True.
 
     Raises:
         TailcastError: The configuration or trace is invalid, no request fits into the engine, or calls to the
@@ -209,6 +211,7 @@ def run_simulation(
         delayed,
         horizon_s=config.horizon_s,
         stop_after=config.stop_after,
+        is_decided=is_decided,
         exact_steps=config.exact_steps,
         calibration=calibration,
         served_model=config.served_model,
