@@ -24,6 +24,7 @@ from scheduler_core.prediction.predictor import JointPredictor, PredictionReques
 from tailcast.commands.predict import main
 from tests.predictors import fakes
 from tests.predictors.fakes import GatedRuntime, write_artifact, write_rich_artifact
+from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
 
 JOINED = {"tiny": ["level"]}
 SEA = PredictionRequest("", "sea", 100)
@@ -326,3 +327,23 @@ def test_a_file_counts_the_predictions_without_a_part(
             main(["--data", str(data), "--out", str(out), "--predictor", address, "--progress", "false"]) == 0
         )
     assert "1 of 2 predictions lack the part" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(("policy", "failing"), [("sept", "level"), ("hpjf", "tiny")])
+async def test_the_proxy_orders_by_the_part_that_answers(
+    address: str, monkeypatch: pytest.MonkeyPatch, policy: str, failing: str
+) -> None:
+    options = {"engine": "vllm", "policy": policy, "predictor": address, "online_calibration": False}
+    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
+        for text in ("sea", "a long essay"):
+            assert (await proxy.post(chat(text)))[0] == 200
+        break_runs(monkeypatch, failing)
+        for text in ("sea", "a long essay"):
+            assert (await proxy.post(chat(text)))[0] == 200
+        outcomes = {
+            outcome: await proxy.metric(f'tailcast_proxy_predictions_total{{outcome="{outcome}"}}')
+            for outcome in ("answered", "partial", "failed")
+        }
+    assert outcomes == {"answered": 3, "partial": 1, "failed": 0}
+    priorities = [body["priority"] for body in fake.bodies]
+    assert priorities[:2] == priorities[2:]

@@ -3,7 +3,7 @@
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 import pytest
 
 from scheduler_core.adapters import vllm as adapter
+from scheduler_core.adapters.engine_metrics import process_metrics
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.policies.base import Policy
+from scheduler_core.prediction.predictions import Prediction
+from scheduler_core.prediction.predictor import JointPredictor, PredictionRequest
 from scheduler_core.request import RequestState
-from tests.scheduler_core.adapters.length_reader import LengthReader, settle
+from tests.scheduler_core.adapters.length_reader import ORDERS, LengthReader, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
 
 Make = Callable[..., Any]
@@ -78,6 +81,40 @@ def test_a_predictor_that_fails_loses_no_request(make: Make, mode: str) -> None:
         if number % 3 == 0:
             finished += run_step(scheduler)[1]
     assert sorted(finished + drain(scheduler)) == sorted(f"r{number}" for number in range(12))
+
+
+class OneHead(LengthReader):
+    """A part of a joined predictor, with one head."""
+
+    def __init__(self, mode: str, head: str) -> None:
+        super().__init__(mode)
+        self._head = head
+
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> Sequence[Prediction]:
+        predictions = await super().predict(requests)
+        return [Prediction(**{self._head: getattr(each, self._head)}) for each in predictions]
+
+
+@pytest.mark.parametrize("mode", ["answers", "breaks:0", "garbage", "hangs"])
+@pytest.mark.parametrize(("policy", "used", "other"), [("ssjf", 0, 1), ("hpjf", 1, 0)])
+def test_the_order_of_the_part_that_answers(
+    make: Make, monkeypatch: pytest.MonkeyPatch, policy: str, used: int, other: int, mode: str
+) -> None:
+    """Length and urgency are joined, and the one that the policy does not use fails, or is late."""
+    heads, modes = ("length", "urgency"), {used: "answers", other: mode}
+    parts = [OneHead(modes[number], head) for number, head in enumerate(heads)]
+    monkeypatch.setattr(adapter, "open_predictor", lambda url: JointPredictor(parts, heads))
+    lengths = (58, 45, 35, 25, 15, 5)
+    counter = process_metrics().predictions
+    before = {each: counter.labels(each)._value.get() for each in ("answered", "partial", "failed")}
+    settings = {"timeout_s": 0.2}
+    finished = drain(make(policy, *lengths, max_num_seqs=1, settings=settings))
+    assert finished == ORDERS[policy].split()
+    counted = {each: counter.labels(each)._value.get() - count for each, count in before.items()}
+    is_whole = mode == "answers"
+    assert counted == {"answered": 6 * is_whole, "partial": 6 * (not is_whole), "failed": 0}
 
 
 @pytest.mark.parametrize(
