@@ -50,7 +50,7 @@ class Request:
         arrival_s: Arrival time in seconds on the clock of the caller.
         prompt_tokens: Length of the prompt, > 0.
         max_tokens: Maximum number of output tokens, > 0.
-        priority: Declared by the client, smaller first (as in vLLM).
+        priority: Declared by the client, smaller first under every policy (as in vLLM).
         tier: Declared service tier, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of
             urgency, `scheduler_core.prediction.urgency.LEVELS`.
         tenant: Owner of the request; the empty name is also a tenant.
@@ -110,6 +110,8 @@ class RequestState:
 
     Attributes:
         order: Arrival number; breaks ties.
+        declared_level: What the client has declared, before the policy's order under every policy: requests of smaller
+            levels are served first, and preempted last. The priority; an adapter may add the tier.
         prediction: Predicted length.
         prefill_target_tokens: Tokens to process before the next token can be sampled: the prompt, and after a
             preemption by recompute also the tokens generated so far.
@@ -147,6 +149,7 @@ class RequestState:
     last_token_s: float | None = None
     last_scheduled_s: float | None = None
     request_id: str = field(init=False)
+    declared_level: int = field(init=False)
     #: Prediction, alpha and result of the latest `expected_and_cvar`.
     _risk: tuple[LengthPrediction, float, tuple[float, float]] | None = field(
         default=None, init=False, repr=False
@@ -154,6 +157,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
+        self.declared_level = self.request.priority
         self.prefill_target_tokens = self.request.prompt_tokens
 
     @property

@@ -150,6 +150,8 @@ class Scheduler:
         self._check_new(request)
         self._now = now
         state = RequestState(request, order=self.counters.num_added)
+        if self.policy.reads("priority"):
+            state.declared_level = 0  # that is the policy's own order
         self.pool.look_up(state)
         self.policy.on_arrival(state, now)
         self.pool.enter(state, now)

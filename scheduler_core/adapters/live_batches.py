@@ -63,7 +63,6 @@ class LiveBatches(LiveOrder):
         former.check_policy(policy)
         self.former = former
         self.max_num_batched_tokens = limits.max_num_batched_tokens
-        group, level = former.group, self.level
         self.pool = EnginePool(
             policy,
             kv,
@@ -72,10 +71,9 @@ class LiveBatches(LiveOrder):
             preemption="recompute",
             evicts_by_key=former.evicts_by_key or policy.evicts_by_key,
             step_tokens=limits.max_num_batched_tokens,
-            group=level if group is None else lambda state: (level(state), group(state)),
+            group=former.group,
             lockstep=False,
             memory_victims=memory_victims,
-            level=level,
         )
         if engine is not None:
             policy.bind(engine)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.engine.memory_victim import may_displace
 from scheduler_core.engine.queues import WaitingQueue
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.errors import InputError
@@ -138,8 +139,10 @@ class LiveOrder:
         self._has_on_tokens = getattr(type(policy), "on_tokens", None) is not Policy.on_tokens
         policy.bind(self.engine)
         self.level = level or (lambda state: 0)
+        #: Declared levels so far, at most two of them.
+        self.levels: set[int] = set()
         self.states: dict[str, RequestState] = {}
-        self.waiting = WaitingQueue(policy, level)
+        self.waiting = WaitingQueue(policy)
         self._typical = TypicalLength()
         #: Requests whose prediction failed before there was a typical length.
         self._unknown: set[str] = set()
@@ -150,6 +153,9 @@ class LiveOrder:
         """Adds a new request, which is not in the queue yet."""
         assert request.request_id not in self.states, "the request id is already in use"
         state = RequestState(request, order=self._num_arrived)
+        state.declared_level = level = self.level(state)
+        if len(self.levels) < 2:
+            self.levels.add(level)
         self._num_arrived += 1
         self.states[request.request_id] = state
         self.engine.look_up([state])
@@ -259,11 +265,14 @@ class LiveOrder:
         return state
 
     def worst_first(self, request_ids: Iterable[str], now: float) -> list[tuple[float, RequestState]]:
-        """Running requests with their eviction keys, in the order of eviction."""
+        """Running requests with their eviction keys, in the order of eviction (see `EvictionQueue`)."""
         states = [self.states[request_id] for request_id in request_ids if request_id in self.states]
         ranked = [(self.policy.eviction_key(state, now), state) for state in states]
         ranked.sort(
-            key=lambda pair: (self.level(pair[1]), pair[0], pair[1].request.arrival_s, pair[1].order),
+            key=lambda pair: (
+                *(pair[0] > -math.inf, pair[1].declared_level, pair[0]),
+                *(pair[1].request.arrival_s, pair[1].order),
+            ),
             reverse=True,
         )
         return ranked
@@ -291,18 +300,12 @@ class LiveOrder:
             if num_free_slots >= 1 and num_free_blocks >= num_blocks:
                 break
             blocks = None if eviction_key == -math.inf else held_blocks(running.request_id)
-            if blocks is None or not self._may_preempt(running, waiting, now):
+            if blocks is None or not may_displace(self.policy, running, waiting, now):
                 return []
             victims.append(running)
             num_free_slots += 1
             num_free_blocks += blocks
         return victims if num_free_slots >= 1 and num_free_blocks >= num_blocks else []
-
-    def _may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
-        level, running_level = self.level(waiting), self.level(running)
-        if level != running_level:
-            return level < running_level
-        return self.policy.may_preempt(running, waiting, now)
 
     def _apply(self, state: RequestState, prediction: Prediction | None, now: float) -> None:
         if state.apply_prediction(prediction):

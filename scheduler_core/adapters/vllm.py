@@ -216,8 +216,8 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
             self._tailcast_metrics.rekeys.inc()
         if self._tailcast_batches is None and order.policy.evicts_by_key:
             self._tailcast_sort_running(now)
-        elif self._tailcast_batches is None and not self.kv_cache_manager.enable_caching:
-            self._tailcast_cheapest_last(now)
+        elif self._tailcast_batches is None:
+            self._tailcast_victim_last(now)
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         if self._tailcast_cache is not None and order.policy.orders_retention:

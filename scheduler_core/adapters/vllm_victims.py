@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from scheduler_core.adapters.engine_metrics import EngineMetrics
@@ -38,22 +39,27 @@ class Victims:
     _tailcast_order: LiveOrder
     _tailcast_progress: Any
 
-    def _tailcast_cheapest_last(self, now: float) -> None:
-        """Moves the running request to preempt to the end, where vLLM takes it, if memory may run out in this step. Those whose
-        blocks cannot be freed go first, because vLLM gives up at them."""
+    def _tailcast_victim_last(self, now: float) -> None:
+        """Moves the running request to preempt to the end, where vLLM takes it, if memory may run out in this step: with a prefix
+        cache the last admitted one of the least urgent declared level, without one the cheapest. Those whose blocks cannot be
+        freed go first, because vLLM gives up at them."""
+        order, has_prefixes = self._tailcast_order, self.kv_cache_manager.enable_caching
+        if has_prefixes and len(order.levels) < 2:
+            return  # vLLM's own choice
         if len(self.running) < 2 or self._tailcast_missing_blocks() <= 0:
             return
-        order = self._tailcast_order
         evictable = {
             request.request_id: request
             for request in self.running
             if request.request_id in order.states and self._request_blocks_can_be_freed(request)
         }
-        if not self._tailcast_follows:
-            for request in evictable.values():
-                self._tailcast_progress(request, 0, 0, now)
-        states = cheapest_last(order.states[name] for name in evictable)
-        states.sort(key=order.level)  # stable: the cheapest of the least urgent level is the last one
+        states = [order.states[name] for name in evictable]
+        if not has_prefixes:
+            if not self._tailcast_follows:
+                for request in evictable.values():
+                    self._tailcast_progress(request, 0, 0, now)
+            states = cheapest_last(states)
+        states.sort(key=attrgetter("declared_level"))  # stable
         others = [request for request in self.running if request.request_id not in evictable]
         self.running = [*others, *(evictable[state.request_id] for state in states)]
 

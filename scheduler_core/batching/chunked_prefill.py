@@ -71,12 +71,15 @@ class ChunkedPrefill(BatchFormer):
     @staticmethod
     def _prefill_by_key(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:
         """Adds chunks of running and waiting prompts in one order, smallest key first."""
-        keys = {state: pool.policy.key(state, now) for state in prefilling}
+        key = pool.policy.key
+        keys = {state: (state.declared_level, key(state, now)) for state in prefilling}
         prefilling.sort(key=lambda state: (keys[state], state.request.arrival_s, state.order), reverse=True)
         may_admit = not batch.preempted
         while batch.budget > 0:
             head = pool.waiting.peek() if may_admit else None
-            if head is not None and (not prefilling or pool.policy.key(head, now) < keys[prefilling[-1]]):
+            if head is not None and (
+                not prefilling or (head.declared_level, key(head, now)) < keys[prefilling[-1]]
+            ):
                 may_admit = batch.displace(pool, head, now)
                 if may_admit:
                     batch.add(head)

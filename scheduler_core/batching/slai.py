@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.batch import Batch, still_running
+from scheduler_core.engine.memory_victim import least_urgent
 from scheduler_core.engine.pool import Pool
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
-from scheduler_core.request import RequestState, Status
+from scheduler_core.request import Phase, RequestState, Status
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +38,7 @@ class Slai(BatchFormer):
     | paying_first | new prompts of paying requests (TBT <= paying_tbt_s) go before all other new ones | 0 or 1 |
 
     A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt;
-    under a policy that evicts by key, the request of the largest eviction key.
+    under a policy that evicts by key, the request of the largest eviction key. Requests of less urgent declared levels go first.
 
     With `fitted` a batch has tau_budget tokens, and its time is by the least-squares fit to this engine's steps (`StepCosts`), so
     that a decode that is held back once more can still follow the largest batch. Ours: the mean of all batches so far is too
@@ -120,10 +121,19 @@ class Slai(BatchFormer):
         """Step 2: adds the critical decodes, which take memory from prompts if necessary."""
         for state in [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]:
             while state.status is Status.RUNNING and not pool.grow(state, state.num_computed_tokens + 1):
-                started = pool.by_phase()[0]
-                victim = started[-1] if started else state
-                batch.evict(pool, pool.memory_victim(now) if pool.policy.evicts_by_key else victim, now)
+                batch.evict(pool, self._victim(pool, state, now), now)
         batch.add_decodes(list(still_running(decodes)) if batch.preempted else decodes)
+
+    @staticmethod
+    def _victim(pool: Pool, state: RequestState, now: float) -> RequestState:
+        """The request to evict for a critical decode, of the least urgent level in memory."""
+        if pool.policy.evicts_by_key:
+            return pool.memory_victim(now)
+        candidates = least_urgent(list(pool.running.values()))
+        started = [other for other in candidates if other.phase is Phase.PREFILL]
+        if started:
+            return started[-1]
+        return state if state in candidates else pool.memory_victim(now)
 
     def _add_others(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:
         """Step 4: adds other decodes; those without a free block wait, unless the batch would be empty."""

@@ -16,7 +16,7 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.ranges import check_choice
 from scheduler_core.request import RequestState, Status
 
-Ranked = tuple[float, float, int, RequestState]
+Ranked = tuple[int, float, float, int, RequestState]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class StageAware(BatchFormer):
     | symbol | meaning | here |
     | --- | --- | --- |
     | b | requests in a batch | max_num_seqs |
-    | priority | (f_e, f_t): urgency, then remaining time | the policy's key; the paper's is policy "semantic" |
+    | priority | (f_e, f_t): urgency, then remaining time | declared level, then the policy's key; the paper's is policy "semantic" |
     | cache_rule | cache-or-recompute rule, "exact" or "paper" | used if preemption is "swap" |
 
     The first of all requests always runs. An arrival costs O(log n) of n waiting requests, a step O(b log n + r log r)
@@ -74,7 +74,7 @@ class StageAware(BatchFormer):
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
         may_admit = True
-        for _, _, _, state in self._select(pool, now):
+        for *_, state in self._select(pool, now):
             if batch.budget == 0 or len(batch.prefills) + len(batch.decodes) == pool.max_num_seqs:
                 break
             if state.status is Status.RUNNING:
@@ -90,8 +90,7 @@ class StageAware(BatchFormer):
 
     def _select(self, pool: Pool, now: float) -> list[Ranked]:
         """Algorithm 2: M in order of priority."""
-        key = pool.policy.key
-        ongoing = [(key(s, now), s.request.arrival_s, s.order, s) for s in pool.running.values()]
+        ongoing = [_ranked(pool, state, now) for state in pool.running.values()]
         first = pool.waiting.peek()
         best = min([*ongoing, *([_ranked(pool, first, now)] if first is not None else [])], default=None)
         if best is None:
@@ -99,7 +98,7 @@ class StageAware(BatchFormer):
         if _decodes(best[-1]):
             ongoing = [item for item in ongoing if _decodes(item[-1])]
         merged = ongoing + self._candidates(pool, now, only_decodes=_decodes(best[-1]))
-        merged.sort(key=lambda item: item[:3])
+        merged.sort(key=lambda item: item[:4])
         return merged
 
     @staticmethod
@@ -117,7 +116,7 @@ class StageAware(BatchFormer):
 
     def _admit(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
         """Algorithm 4 for a waiting request."""
-        rank = _ranked(pool, state, now)[:3]
+        rank = _ranked(pool, state, now)[:4]
         while not batch.admit(pool, state, now):
             if not self._evict_below(pool, batch, rank, now):
                 return False
@@ -134,10 +133,11 @@ class StageAware(BatchFormer):
                 return False
         return True
 
-    def _evict_below(self, pool: Pool, batch: Batch, rank: tuple[float, float, int], now: float) -> bool:
+    def _evict_below(self, pool: Pool, batch: Batch, rank: tuple[int, float, float, int], now: float) -> bool:
         """Evicts the request of lowest priority, if its priority is below `rank`. Returns whether it did."""
         victim = pool.memory_victim(now)
-        worst = (pool.policy.eviction_key(victim, now), victim.request.arrival_s, victim.order)
+        key = pool.policy.eviction_key(victim, now)
+        worst = (victim.declared_level, key, victim.request.arrival_s, victim.order)
         if worst <= rank:
             return False
         self._evict(pool, batch, victim, now)
@@ -158,7 +158,7 @@ class StageAware(BatchFormer):
 
 
 def _ranked(pool: Pool, state: RequestState, now: float) -> Ranked:
-    return (pool.policy.key(state, now), state.request.arrival_s, state.order, state)
+    return (state.declared_level, pool.policy.key(state, now), state.request.arrival_s, state.order, state)
 
 
 def _decodes(state: RequestState) -> bool:

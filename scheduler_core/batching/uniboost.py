@@ -20,19 +20,23 @@ from scheduler_core.policies.base import LAST_RESORT, Policy
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
 
+Victim = tuple[int, bool, float, int, float, RequestState]
+
 
 @dataclass(kw_only=True, slots=True)
 class OneOrder(BatchFormer):
     """The M requests of smallest Phi, whether they wait, prefill or decode.
 
-    1. Until the batch has M requests or C tokens: r = argmin Phi over the prefill-ready and decode-ready requests.
+    1. Until the batch has M requests or C tokens: r = argmin Phi over the prefill-ready and decode-ready requests of the most
+       urgent declared level.
     2. If the keys and values of r's next chunk or token fit, r joins; else swap out the victim and repeat. Without a
        victim r is passed over.
     3. Requests in memory that are not among the M are paused: they keep their memory and skip this step.
     4. If no request has joined, swap out the one of the largest Phi(v) - swap_token_s n_v and repeat.
 
     victim = argmax of Phi(v) - swap_token_s n_v over the unprotected running v after r in the order; if r waits, only those
-    with Phi(r) < Phi(v) - delta (Eq. 7); if there is none and r runs, over those at `LAST_RESORT`
+    with Phi(r) < Phi(v) - delta (Eq. 7); if there is none and r runs, over those at `LAST_RESORT`. Of running requests of less
+    urgent levels than r, the least urgent one is the victim, also for a waiting r.
 
     | symbol | meaning | here |
     | --- | --- | --- |
@@ -139,12 +143,12 @@ class OneOrder(BatchFormer):
         assert pool.evictions is not None, "this former evicts by key"
         if is_short or len(pool.waiting):
             victim = pool.evictions.first_displaceable(now)
-            if victim is not None and (is_short or pool.policy.eviction_key(victim, now) > LAST_RESORT):
+            if victim is not None and (is_short or self._may_lose(pool, victim, now)):
                 return False
             if self._may_admit(pool, batch.budget - num, now):
                 return False
         if is_short:
-            growing.sort(key=lambda state: self._rank(pool, state, now)[:3])
+            growing.sort(key=lambda state: self._rank(pool, state, now)[:4])
             paused = set(growing[free:])
             running = [state for state in running if state not in paused]
             if not running:
@@ -158,6 +162,13 @@ class OneOrder(BatchFormer):
         return True
 
     @staticmethod
+    def _may_lose(pool: Pool, victim: RequestState, now: float) -> bool:
+        """Whether the first waiting request may take the memory of the first request to evict."""
+        head = pool.waiting.peek()
+        is_less_urgent = head is not None and head.declared_level < victim.declared_level
+        return is_less_urgent or pool.policy.eviction_key(victim, now) > LAST_RESORT
+
+    @staticmethod
     def _may_admit(pool: Pool, least_budget: int, now: float) -> bool:
         """Whether the first waiting request may be admitted with at least `least_budget` tokens and all free memory."""
         head = pool.waiting.peek()
@@ -168,7 +179,7 @@ class OneOrder(BatchFormer):
     def _rank(self, pool: Pool, state: RequestState, now: float) -> Ranked:
         key = pool.policy.key(state, now)
         ahead_s = self.hysteresis_s if state.request_id in self._last else 0.0
-        return key - ahead_s, state.request.arrival_s, state.order, key, state
+        return state.declared_level, key - ahead_s, state.request.arrival_s, state.order, key, state
 
     @staticmethod
     def _grow(pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
@@ -187,7 +198,7 @@ class OneOrder(BatchFormer):
     ) -> bool:
         may_displace = pool.policy.preemptive and pool.policy.may_admit(state, now)
         while not batch.admit(pool, state, now, _first_tokens(pool, state, batch.budget)):
-            victim = later.victim(key + self.hysteresis_s) if may_displace else None
+            victim = later.victim_for(state, key + self.hysteresis_s) if may_displace else None
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
@@ -197,10 +208,10 @@ class OneOrder(BatchFormer):
         """The victim of rule 4; those that the policy protects least first."""
         policy = pool.policy
 
-        def order(state: RequestState) -> tuple[bool, bool, float, float, int]:
-            limit = policy.eviction_key(state, now)
+        def order(state: RequestState) -> tuple[bool, int, bool, float, float, int]:
+            limit, level = policy.eviction_key(state, now), state.declared_level
             cost = policy.key(state, now) - self.swap_token_s * state.num_computed_tokens
-            return limit > LAST_RESORT, limit > -math.inf, cost, state.request.arrival_s, state.order
+            return limit > -math.inf, level, limit > LAST_RESORT, cost, state.request.arrival_s, state.order
 
         return max(pool.running.values(), key=order)
 
@@ -223,41 +234,41 @@ class _Later:
         self._policy = policy
         self._swap_token_s = swap_token_s
         self._now = now
-        #: (at `LAST_RESORT`, swap_token_s n - Phi, index in `ranked`, Phi, request) of those that may be swapped out, in the
-        #: order in which they are; None: not computed yet.
-        self._victims: deque[tuple[bool, float, int, float, RequestState]] | None = None
-        #: Whether there is no victim, and the smallest limit for which waiting requests have none; so for the rest of the step.
-        self.is_exhausted, self._no_victim = False, math.inf
+        #: (-level, at `LAST_RESORT`, swap_token_s n - Phi, index in `ranked`, Phi, request) of those that may be swapped out,
+        #: in the order in which they are; None: not computed yet.
+        self._victims: deque[Victim] | None = None
+        #: Whether there is no victim for the rest of the step.
+        self.is_exhausted = False
 
-    def victim(self, limit: float | None = None) -> RequestState | None:
-        """The victim for a running request (None), or for one that waits, with a Phi above `limit`; None if there is none."""
-        if self.is_exhausted or (limit is not None and limit >= self._no_victim):
-            return None
+    def victim(self) -> RequestState | None:
+        """The victim for a running request; None if there is none."""
+        victims = self._remaining()
+        self.is_exhausted = not victims
+        return victims[0][-1] if victims else None
+
+    def victim_for(self, waiting: RequestState, limit: float) -> RequestState | None:
+        """The victim for a waiting request: of a less urgent level, or unprotected and with a Phi above `limit`."""
+        for negative, last_resort, _, index, key, state in self._remaining():
+            if (negative, last_resort) > (-waiting.declared_level, False):
+                break
+            is_victim = negative < -waiting.declared_level or key > limit
+            if is_victim and index < len(self.ranked) and state.status is Status.RUNNING:
+                return state
+        return None
+
+    def _remaining(self) -> deque[Victim]:
+        """Possible victims; the first of them has not been processed yet."""
         if self._victims is None:
             self._victims = deque(sorted(self._evictable()))
         victims, num = self._victims, len(self.ranked)
-        while victims and not (victims[0][2] < num and victims[0][-1].status is Status.RUNNING):
+        while victims and not (victims[0][3] < num and victims[0][-1].status is Status.RUNNING):
             victims.popleft()
-        if limit is None:
-            self.is_exhausted = not victims
-            return victims[0][-1] if victims else None
-        for last_resort, _, index, key, state in victims:
-            if last_resort:
-                break
-            if key > limit and index < num and state.status is Status.RUNNING:
-                return state
-        self._no_victim = limit
-        return None
+        return victims
 
-    def _evictable(self) -> Iterator[tuple[bool, float, int, float, RequestState]]:
-        for index, (*_, key, state) in enumerate(self.ranked):
+    def _evictable(self) -> Iterator[Victim]:
+        for index, (level, *_, key, state) in enumerate(self.ranked):
             if state.status is Status.RUNNING:
                 limit = self._policy.eviction_key(state, self._now)
                 if limit > -math.inf:
-                    yield (
-                        limit <= LAST_RESORT,
-                        self._swap_token_s * state.num_computed_tokens - key,
-                        index,
-                        key,
-                        state,
-                    )
+                    cost = self._swap_token_s * state.num_computed_tokens - key
+                    yield -level, limit <= LAST_RESORT, cost, index, key, state

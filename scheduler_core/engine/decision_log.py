@@ -41,6 +41,7 @@ def _plain(value: Any) -> Any:
         content = asdict(value)
         if isinstance(value, RequestState):  # valid in the source scheduler only, or a cache
             del content["status"], content["order"], content["kv_tokens"], content["_risk"]
+            del content["declared_level"]  # that of its request
         if isinstance(value, Prediction):
             content = {name: content[name] for name in HEADS}
         if isinstance(value, StepResult):

@@ -1,14 +1,30 @@
-"""Which running requests to preempt when the KV cache has no free block, under policies that do not evict by key."""
+"""Which running requests to preempt: declared levels, before the order of every policy, and victims of those without one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
 MemoryVictims = Literal["last_admitted", "cheapest"]
 
 #: Preemptions of a request after which running requests with fewer are preempted before it.
 PREEMPTIONS_PER_ROUND = 4
+
+
+def least_urgent(running: Sequence[RequestState]) -> list[RequestState]:
+    """Those of the largest declared level, in the given order: one of them is preempted. The rule of the policy, or of a
+    paper, decides which. `EvictionQueue` has the same order."""
+    largest = max([state.declared_level for state in running])
+    return [state for state in running if state.declared_level == largest]
+
+
+def may_displace(policy: Policy, running: RequestState, waiting: RequestState, now: float) -> bool:
+    """Whether a waiting request may displace a running one, under a preemptive policy: always from a less urgent level, and
+    within one as the policy says."""
+    if running.declared_level != waiting.declared_level:
+        return policy.preemptive and waiting.declared_level < running.declared_level
+    return policy.may_preempt(running, waiting, now)
 
 
 def cheapest_last(running: Iterable[RequestState]) -> list[RequestState]:

@@ -1,15 +1,14 @@
 """Live requests and their KV memory: the state that a batch former changes."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 
 from scheduler_core.engine.kv_cache import KVCache, Preemption
 from scheduler_core.engine.lockstep import LockstepGroup
-from scheduler_core.engine.memory_victim import MemoryVictims, cheapest_last
+from scheduler_core.engine.memory_victim import MemoryVictims, cheapest_last, least_urgent, may_displace
 from scheduler_core.engine.prefix_cache import Hit
-from scheduler_core.engine.queues import EvictionQueue, Group, WaitingQueue
+from scheduler_core.engine.queues import EvictionQueue, WaitingQueue
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
@@ -25,7 +24,8 @@ class Pool:
     A step has at most `max_num_seqs` requests; at most `max_running` hold memory at the same time.
     `preemption`: whether a preempted request keeps a copy of its cache on the host while that has free
     memory. `evicts_by_key`: choose victims by the policy's eviction key; False: as `memory_victims` says, the
-    request admitted last or the cheapest one (see `cheapest_last`), of the largest declared `level` if there are levels.
+    request admitted last or the cheapest one (see `cheapest_last`). A request of a less urgent declared level is preempted
+    before, under every policy.
     `group`: see `WaitingQueue`. `lockstep`: advance decoding requests in lockstep, see `LockstepGroup`.
     """
 
@@ -39,10 +39,9 @@ class Pool:
         preemption: Preemption,
         evicts_by_key: bool,
         step_tokens: int,
-        group: Callable[[RequestState], Group] | None,
+        group: Callable[[RequestState], int] | None,
         lockstep: bool,
         memory_victims: MemoryVictims = "last_admitted",
-        level: Callable[[RequestState], int] | None = None,
     ) -> None:
         self.policy = policy
         self.kv = kv
@@ -60,7 +59,6 @@ class Pool:
         self._running: dict[str, RequestState] = {}
         self.evictions = EvictionQueue(policy) if evicts_by_key else None
         self.memory_victims = memory_victims
-        self.level = level
         # Victims of a preemptive policy, or of one whose keys change with tokens, depend on progress in every step.
         static = self.evictions is None or (not policy.preemptive and policy.running_keys == "on_event")
         #: The decoding requests, if they are advanced in lockstep.
@@ -256,11 +254,7 @@ class Pool:
         """The running request to preempt when no free block is left for the growth of running requests."""
         if self.evictions is not None:
             return self.evictions.first(now)
-        running = list(self.running.values())
-        if self.level is not None:
-            levels = [self.level(state) for state in running]
-            least_urgent = max(levels)
-            running = [state for state, own in zip(running, levels, strict=True) if own == least_urgent]
+        running = least_urgent(list(self.running.values()))
         return (cheapest_last(running) if self.memory_victims == "cheapest" else running)[-1]
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
@@ -270,15 +264,15 @@ class Pool:
             return None
         tokens = self.reserve_tokens(state)
         first = self.evictions.first_displaceable(now)
-        if first is None or not self.policy.may_preempt(first, state, now):
+        if first is None or not may_displace(self.policy, first, state, now):
             return None
         if self._would_fit(tokens, [first]):
             return [first]
         victims: list[RequestState] = []
         with closing(self.evictions.in_order(now)) as in_order:
             for running in in_order:
-                protected = self.evictions.key_of(running) == -math.inf
-                if protected or not self.policy.may_preempt(running, state, now):
+                is_protected = self.evictions.is_protected(running)
+                if is_protected or not may_displace(self.policy, running, state, now):
                     return None
                 victims.append(running)
                 if self._would_fit(tokens, victims):

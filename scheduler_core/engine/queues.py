@@ -12,10 +12,8 @@ from scheduler_core.request import RequestState
 
 #: Sort keys, then a unique running number, then the request.
 Entry = tuple[Any, ...]
-#: Key less what the request is ahead; ties by arrival; then the key and the request.
-Ranked = tuple[float, float, int, float, RequestState]
-#: A request is served before all requests of larger groups.
-Group = int | tuple[int, ...]
+#: Declared level, key less what the request is ahead; ties by arrival; then the key and the request.
+Ranked = tuple[int, float, float, int, float, RequestState]
 
 
 def _checked_key(key: Any, policy: Policy, method: str, state: RequestState) -> float:
@@ -117,12 +115,12 @@ class LazyHeap(ABC):
 
 
 class WaitingQueue(LazyHeap):
-    """The waiting requests in the policy's order: min-heap over (group, key, arrival, order).
+    """The waiting requests in the policy's order: min-heap over (declared level, group, key, arrival, order).
 
     Requests of a smaller `group` come first, regardless of their keys; None: there is only one group.
     """
 
-    def __init__(self, policy: Policy, group: Callable[[RequestState], Group] | None = None) -> None:
+    def __init__(self, policy: Policy, group: Callable[[RequestState], int] | None = None) -> None:
         super().__init__()
         self.policy = policy
         self._group = group
@@ -132,13 +130,15 @@ class WaitingQueue(LazyHeap):
         if type(key) is not float or key != key:
             key = _checked_key(key, self.policy, "key", state)
         self._pushes = pushes = self._pushes + 1
+        level, arrival_s = state.declared_level, state.request.arrival_s
         if self._group is None:
-            return (key, state.request.arrival_s, state.order, pushes, state)
-        return (self._group(state), key, state.request.arrival_s, state.order, pushes, state)
+            return (level, key, arrival_s, state.order, pushes, state)
+        return (level, self._group(state), key, arrival_s, state.order, pushes, state)
 
 
 class EvictionQueue(LazyHeap):
-    """The running requests in the order of eviction: largest eviction key first, ties by latest arrival.
+    """The running requests in the order of eviction: those of the largest declared level first, then those of the largest
+    eviction key, ties by latest arrival; those at -infinity after all others.
 
     If the running keys of the policy change "on_event", the heap is always up to date. Otherwise all keys are
     recomputed, O(n), at the first access in a step.
@@ -174,8 +174,8 @@ class EvictionQueue(LazyHeap):
             self._changed.add(state)
 
     def ranked(self, ahead: Iterable[str], ahead_s: float, now: float) -> list[Ranked]:
-        """The running requests in the order of their keys, first ones last; the keys of those `ahead` count as smaller by
-        `ahead_s`.
+        """The running requests in the order of their declared levels and keys, first ones last; the keys of those `ahead`
+        count as smaller by `ahead_s`.
 
         Under policies whose keys only change with events, only the keys of requests that are or were ahead, or have changed
         otherwise, are computed. The others are still sorted.
@@ -196,7 +196,14 @@ class EvictionQueue(LazyHeap):
             states = [state for state in changed if live.get(state.request_id, (None,))[-1] is state]
         keys = self.policy.keys(states, now)
         ranked += [
-            (key - (ahead_s if s in ahead_now else 0.0), s.request.arrival_s, s.order, key, s)
+            (
+                s.declared_level,
+                key - (ahead_s if s in ahead_now else 0.0),
+                s.request.arrival_s,
+                s.order,
+                key,
+                s,
+            )
             for key, s in zip(keys, states, strict=True)
         ]
         ranked.sort(reverse=True)
@@ -208,7 +215,8 @@ class EvictionQueue(LazyHeap):
         if type(key) is not float or key != key:
             key = _checked_key(key, self.policy, "eviction_key", state)
         self._pushes += 1
-        return (-key, -state.request.arrival_s, -state.order, self._pushes, state)
+        protected, level = key == -math.inf, state.declared_level
+        return (protected, -level, -key, -state.request.arrival_s, -state.order, self._pushes, state)
 
     def start_step(self) -> None:
         """Marks the keys as stale if they change with tokens or time; called before each step."""
@@ -223,10 +231,10 @@ class EvictionQueue(LazyHeap):
         return state
 
     def first_displaceable(self, now: float) -> RequestState | None:
-        """The request to evict first for a waiting one; None if all are protected."""
+        """The request to evict first for a waiting one; None if all are protected, at -infinity."""
         if not self._is_stale:
             state = self.peek()
-            return None if state is None or self.key_of(state) == -math.inf else state
+            return None if state is None or self.is_protected(state) else state
         # A single pass over all is cheaper than a new heap, and usually sufficient.
         states, keys = self._current_keys(now)
         return self._latest_of_largest(states, keys) if max(keys, default=-math.inf) > -math.inf else None
@@ -238,9 +246,15 @@ class EvictionQueue(LazyHeap):
 
     @staticmethod
     def _latest_of_largest(states: list[RequestState], keys: list[float]) -> RequestState:
-        largest = max(keys)
-        candidates = [state for state, key in zip(states, keys, strict=True) if key == largest]
-        return max(candidates, key=lambda state: (state.request.arrival_s, state.order))
+        if len({state.declared_level for state in states}) == 1:
+            largest = max(keys)
+            candidates = [state for state, key in zip(states, keys, strict=True) if key == largest]
+            return max(candidates, key=lambda state: (state.request.arrival_s, state.order))
+        ranks = [
+            (key > -math.inf, state.declared_level, key, state.request.arrival_s, state.order)
+            for state, key in zip(states, keys, strict=True)
+        ]
+        return states[ranks.index(max(ranks))]
 
     def in_order(self, now: float) -> Generator[RequestState, None, None]:
         """The requests in the order of eviction; see `ascending`."""
@@ -249,6 +263,6 @@ class EvictionQueue(LazyHeap):
             self._is_stale = False
         return self.ascending()
 
-    def key_of(self, state: RequestState) -> float:
-        """The eviction key as of its last computation."""
-        return -float(self._live[state.request_id][0])
+    def is_protected(self, state: RequestState) -> bool:
+        """Whether the eviction key was -infinity at its last computation."""
+        return bool(self._live[state.request_id][0])

@@ -200,6 +200,7 @@ class Urgent(Policy):
     key_changes: ClassVar[KeyChanges] = "never"
     preemptive: ClassVar[bool] = True
     running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
+    inputs: ClassVar[frozenset[str]] = frozenset({"priority"})
 
     def key(self, state: RequestState, now: float) -> float:
         return float(state.request.priority)

@@ -65,14 +65,17 @@ class Engine:
         batches.former.on_step(now - start)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "num_levels"), [(0, 1), (1, 1), (1, 3)])
 @pytest.mark.parametrize("name", sorted(BATCH_FORMERS))
-def test_plans_are_those_of_the_scheduler(name: str, seed: int) -> None:
+def test_plans_are_those_of_the_scheduler(name: str, seed: int, num_levels: int) -> None:
     policy, parameters = POLICIES.get(name, "ssjf"), PARAMETERS.get(name, {})
     config = SchedulerConfig(batching=name, batching_parameters=parameters, prefix_caching=False, **SIZES)
     scheduler = Scheduler(config, make_policy(policy))
     kv = KVCache(config.num_kv_blocks, config.kv_block_tokens, config.kv_watermark)
-    batches = LiveBatches(make_policy(policy), make_former(name, parameters), kv, config, StepCosts())
+    former = make_former(name, parameters)
+    batches = LiveBatches(
+        make_policy(policy), former, kv, config, StepCosts(), lambda state: state.request.priority
+    )
     engine, chance, now, at = Engine(batches), random.Random(seed), 0.0, 0
     num_plans = num_preempted = 0
     while at < 40 or batches.states:
@@ -83,6 +86,7 @@ def test_plans_are_those_of_the_scheduler(name: str, seed: int) -> None:
                 prompt_tokens=chance.randrange(1, 90),
                 max_tokens=chance.randrange(1, 38),
                 tier=at % 5,
+                priority=at * at % num_levels,
                 tbt_slo_s=chance.choice((0.05, 2.0)),
             )
             prediction = Prediction(length=LengthPrediction(math.log(chance.randrange(2, 60)), 0.5, 4.0))

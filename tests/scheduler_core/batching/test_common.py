@@ -25,7 +25,9 @@ KEEP: dict[str, dict[str, Any]] = {"stage_aware": {"batching_parameters": {"beta
 STATES = ("waiting", "prefill", "decode", "preempted", "offloaded")
 
 
-def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> list[tuple[Request, int]]:
+def rows(
+    num: int = 25, seed: int = 3, gap_s: float = 0.7, num_levels: int = 1, **fields: Any
+) -> list[tuple[Request, int]]:
     """Requests with short prompts and answers, a few arriving together."""
     rng = np.random.default_rng(seed)
     made = []
@@ -33,7 +35,7 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
         length = int(rng.integers(1, 16))
         item = helpers.request(
             f"r{index}", gap_s * float(rng.integers(0, num)), prompt=int(rng.integers(1, 16)), cap=16,
-            priority=int(rng.integers(0, 3)), tier=int(rng.integers(0, 5)), tenant=str(rng.integers(0, 2)),
+            priority=int(rng.integers(0, 3)) % num_levels, tier=int(rng.integers(0, 5)), tenant=str(rng.integers(0, 2)),
             tbt_slo_s=float(rng.choice([0.5, 4.0])), **fields,
         )  # fmt: skip
         made.append((item, length))
@@ -55,7 +57,7 @@ def core_of(former: str, policy: str = "fcfs", **more: Any) -> Scheduler:
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tuple[str, str]) -> None:
     """The scheduler itself asserts that it is never idle with requests around, `Drive` validates after every call."""
-    given = rows()
+    given = rows(num_levels=3 if pair[0] == "priority" else 1)
     run = drive(pair, given)
     run.run()
     found = {name: item.output_tokens for name, item in run.finished.items()}

@@ -32,7 +32,9 @@ def first_token_s(policy: str, parameters: dict[str, float]) -> float:
     rows = [
         trace_row(f"s{i}", at_s, 4, 3, 60, tenant="a", tier=0, ttlt_slo_s=1.0) for i, at_s in enumerate(times)
     ]
-    long = trace_row("long", 10 * STEP_S, 40, 50, 60, tenant="b", tier=4, priority=9, ttlt_slo_s=20.0)
+    # A declared priority comes before every policy.
+    priority = 9 if policy == "priority" else 0
+    long = trace_row("long", 10 * STEP_S, 40, 50, 60, tenant="b", tier=4, priority=priority, ttlt_slo_s=20.0)
     trace = Trace(tuple(sorted([*rows, long], key=lambda row: row.arrival_s)))
     predictions = {row.request_id: full_prediction(float(row.output_tokens), 0.1) for row in trace.requests}
     limits = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=4000)
