@@ -146,6 +146,11 @@ def claims_sections(parts: Sequence[Part]) -> list[str]:
         ("Our checks", "ours", ["check", "result", "verdict", "cause"]),
     ):
         rows = sections[name]
+        if head[-1] == "cause":
+            causes = [row[-1] for row in rows]
+            for index, cause in enumerate(causes):
+                if cause and causes.index(cause) < index:
+                    rows[index][-1] = f"as in row {causes.index(cause) + 1}"
         for first in range(0, len(rows), MAX_ROWS):
             heading = [f"## {title}", ""] if first == 0 else []
             lines += [*heading, *_markdown(head, rows[first : first + MAX_ROWS])]
