@@ -346,11 +346,11 @@ def load(artifact: str | Path = DEFAULT_PREDICTOR) -> LengthPredictor:
     Raises:
         InputError: An artifact is missing or invalid, or the first one has no length head.
     """
-    first, *others = [artifact] if isinstance(artifact, Path) else addresses(artifact)
-    runtime = _open(first)
+    parts = [] if isinstance(artifact, Path) else addresses(artifact)
+    runtime = _open(parts[0] if parts else artifact)
     predictor = LengthPredictor(_predict_with(runtime), lambda: runtime.artifact.manifest, LocalCorrection())
     assert predictor._artifact
-    for other in others:
+    for other in parts[1:]:
         predictor.join(other)
     return predictor
 

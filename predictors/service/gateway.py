@@ -250,7 +250,8 @@ def _open_inference_routes(calls: PredictorCalls) -> web.RouteTableDef:
             else:
                 output["data"] = values.reshape(-1).tolist()
             outputs.append(output)
-        response = {"model_name": served.name, "model_version": served.version, "outputs": outputs}
+        response: dict[str, Any] = {"model_name": served.name, "model_version": served.version}
+        response["outputs"] = outputs
         if parameters:
             response["parameters"] = parameters
         if isinstance(content.get("id"), str):

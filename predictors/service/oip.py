@@ -295,7 +295,7 @@ def _is_set(response: pb.PredictResponse, name: str) -> bool:
         name = "truncated_length"
     if response.DESCRIPTOR.fields_by_name[name].is_repeated:
         return bool(getattr(response, name))
-    return response.HasField(name)
+    return bool(response.HasField(name))
 
 
 def open_inference_handler(calls: PredictorCalls) -> grpc.GenericRpcHandler[Any, Any]:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import HEADS, MissingPart, Prediction
@@ -57,7 +57,9 @@ class Parts:
         finally:
             for task in tasks.values():
                 task.cancel()
-        results = [self._result(name, tasks.get(name), timeout_s) for name in self.names]
+        results: list[T | MissingPart | BaseException] = [
+            self._result(name, tasks.get(name), timeout_s) for name in self.names
+        ]
         answers = [each for each in results if not isinstance(each, MissingPart | BaseException)]
         if not answers:
             raise next(each for each in results if isinstance(each, BaseException))
@@ -81,9 +83,8 @@ class Parts:
                 self._resume_s[name] = now + PAUSE * max(timeout_s or 0.0, self._shortest_s)
         return asked or list(self.names)
 
-    def _result(
-        self, name: str, task: asyncio.Future[T] | None, timeout_s: float | None
-    ) -> T | MissingPart | BaseException:
+    def _result(self, name: str, task: asyncio.Future[Any] | None, timeout_s: float | None) -> Any:
+        """The result or the error of a call; a missing part if it was late, or not asked (None)."""
         if task is None:
             return MissingPart(name, LATE)
         if not task.done():

@@ -139,6 +139,8 @@ async def test_either_part_is_reloaded_alone(tmp_path: Path) -> None:
             await server.reload()
             [after] = await client.predict([SEA])
             assert before.length == after.length
+            assert before.urgency is not None
+            assert after.urgency is not None
             assert (before.urgency.abstain_threshold, after.urgency.abstain_threshold) == (0.9, 1.0)
             assert (await client.metadata()).abstain_threshold == 1.0
         text = server.metrics.exposition().decode()

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.prediction.joint import PAUSE, MissingPart, Parts
-from scheduler_core.prediction.predictions import LengthPrediction, Prediction, UrgencyPrediction
+from scheduler_core.prediction.joint import PAUSE, Parts
+from scheduler_core.prediction.predictions import (
+    LengthPrediction,
+    MissingPart,
+    Prediction,
+    UrgencyPrediction,
+)
 from scheduler_core.prediction.predictor import (
     AsyncPredictor,
     JointPredictor,

@@ -104,7 +104,7 @@ def test_the_order_of_the_part_that_answers(
 ) -> None:
     """Length and urgency are joined, and the one that the policy does not use fails, or is late."""
     heads, modes = ("length", "urgency"), {used: "answers", other: mode}
-    parts = [OneHead(modes[number], head) for number, head in enumerate(heads)]
+    parts: list[Any] = [OneHead(modes[number], head) for number, head in enumerate(heads)]
     monkeypatch.setattr(adapter, "open_predictor", lambda url: JointPredictor(parts, heads))
     lengths = (58, 45, 35, 25, 15, 5)
     counter = process_metrics().predictions
