@@ -1,7 +1,7 @@
 """Routing over several replicas: choice of a replica for each request, migration, and scaling signals.
 
-`Router` chooses replicas, `Dispatcher` tracks requests, `MigrationPlanner` and `Migrations` move requests, `AutoScaler`
-emits scaling signals. There is no I/O and no clock; random generators are passed in. README.md compares the routers.
+`Router` chooses replicas, `Dispatcher` tracks requests, `MigrationPlanner` and `Migrations` move requests, `Scaler` says
+how many replicas run. There is no I/O and no clock; random generators are passed in. README.md compares the routers.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,19 @@ import numpy as np
 
 from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.ranges import construct
-from scheduler_core.routing.base import Router
+from scheduler_core.routing.base import Router, Scaler
 from scheduler_core.routing.baselines import Jsq, LeastKv, PowerOfTwo, RandomChoice, RoundRobin
 from scheduler_core.routing.cache_aware import CacheAware
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.endpoint_picker import EndpointPicker
 from scheduler_core.routing.infaas import Infaas
 from scheduler_core.routing.kv_router import KVRouter
-from scheduler_core.routing.llumnix import Llumnix
+from scheduler_core.routing.llumnix import AutoScaler, Llumnix
 from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
 from scheduler_core.routing.production_stack import PrefixAware, SessionHash
 from scheduler_core.routing.session_affine import SessionAffine
+from scheduler_core.routing.target_tracking import TargetTracking
 
 #: Every router by name.
 ROUTERS: dict[str, type[Router]] = {
@@ -44,6 +45,9 @@ ROUTERS: dict[str, type[Router]] = {
     "llumnix": Llumnix,
     "disaggregated": Disaggregated,
 }
+
+#: Every scaler by name.
+SCALERS: dict[str, type[Scaler]] = {"freeness": AutoScaler, "target_tracking": TargetTracking}
 
 
 def make_router(

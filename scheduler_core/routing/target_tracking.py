@@ -61,7 +61,7 @@ class TargetTracking(Scaler):
             self._desired.append((now, num))
         self._last_s = now
         total = math.fsum(self.value(replica) for replica in active)
-        steady = abs(total / (self.target * num) - 1) <= self.tolerance
+        steady = 1 - self.tolerance <= total / (self.target * num) <= 1 + self.tolerance
         desired = num if steady else math.ceil(total / self.target)
         self._desired = [(at, one) for at, one in self._desired if at > now - self.window_s]
         self._desired.append((now, desired))

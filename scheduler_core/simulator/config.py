@@ -11,13 +11,12 @@ import numpy as np
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
-from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.routing import ROUTERS, make_router
-from scheduler_core.routing.base import Router
+from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges, construct
+from scheduler_core.routing import ROUTERS, SCALERS, make_router
+from scheduler_core.routing.base import Router, Scaler
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.llumnix import (
     AdaptiveHeadroom,
-    AutoScaler,
     Headroom,
     Llumnix,
     MigrationPlanner,
@@ -25,7 +24,9 @@ from scheduler_core.routing.llumnix import (
 )
 from scheduler_core.routing.migration import KVLink
 from scheduler_core.routing.snapshot import ReplicaRole
+from scheduler_core.routing.target_tracking import TargetTracking
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.failures import Failure, FailurePlan
 from scheduler_core.simulator.step_time import calibrated_step_time, make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
@@ -54,6 +55,9 @@ class ClusterConfig:
     scheduler_core/routing/README.md."""
     router_parameters: dict[str, float | bool] = field(default_factory=dict)
     """Overrides of the router's parameters, such as {alpha: 2} for infaas or {whole_queue: true} for llumnix."""
+    snapshot_interval_s: float = 0.0
+    """endpoint_picker, least_kv, infaas and llumnix: how old the metrics of the engines are at most that the router sees, such
+    as 0.05 (llm-d's default) or 15 (Prometheus). 0: they are current."""
     num_prefill_replicas: int = 0
     """disaggregated: number of replicas that process prompts; the others generate."""
     num_tiers: int = 5
@@ -80,16 +84,50 @@ class ClusterConfig:
     min_replicas: int | None = None
     """Auto-scaling: minimum number of replicas; the others start when needed. Unset: no auto-scaling."""
     startup_s: float = 0.0
-    """Auto-scaling: seconds that a replica takes to start."""
+    """Auto-scaling: seconds from the order of a replica until it serves: node, image, weights, compilation."""
+    scaler: str = "freeness"
+    """Auto-scaling: freeness (multi-tier Llumnix), or target_tracking (Kubernetes' horizontal pod autoscaler, KEDA)."""
+    scaler_parameters: dict[str, float | str] = field(default_factory=dict)
+    """target_tracking: metric (waiting, running, concurrency, kv_usage) and its target for each replica, default {metric:
+    waiting, target: 5}; also tolerance (0.1), window_s (300, of scale-in), interval_s (15)."""
     scale_out_below: float = -0.5
-    """Auto-scaling: start a replica when the mean freeness is lower."""
+    """freeness: start a replica when the mean freeness is lower."""
     scale_in_above: float = 1.5
-    """Auto-scaling: drain a replica when the mean freeness is higher."""
+    """freeness: drain a replica when the mean freeness is higher."""
+    drain_timeout_s: float | None = None
+    """Auto-scaling: seconds after which a draining replica is killed with its requests, such as 30 (Kubernetes' default). Unset:
+    it serves them to their end."""
+    failures: tuple[Failure, ...] = ()
+    """Failures of replicas at given times, such as [{at_s: 600, replica: 0}]."""
+    mtbf_s: float | None = None
+    """Mean seconds that a replica runs until it fails, exponentially distributed. Unset: no random failures."""
+    restart_s: float | None = None
+    """Seconds until a failed replica serves again, with empty caches. Unset: startup_s."""
+    max_retries: int = 2
+    """How often a request that was lost with its replica is sent again (2 is the default of OpenAI's clients); 0: it fails."""
+    retry_started: bool = True
+    """Also send requests again of which the client may have had output tokens; false: they fail, as streams do."""
 
     def __post_init__(self) -> None:
         check_ranges(self, num_replicas=(1, MAX_REPLICAS), min_replicas=(1, self.num_replicas))
         check_ranges(self, interval_s=(POSITIVE, MAX_TIME_S), startup_s=(0, MAX_TIME_S))
+        check_ranges(self, snapshot_interval_s=(0, MAX_TIME_S), drain_timeout_s=(0, MAX_TIME_S))
+        check_ranges(
+            self, mtbf_s=(POSITIVE, MAX_TIME_S), restart_s=(0, MAX_TIME_S), max_retries=(0, INTEGERS)
+        )
         check_choice("router", self.router, ROUTERS)
+        check_choice("scaler", self.scaler, SCALERS)
+        if self.snapshot_interval_s and not ROUTERS[self.router].scrapes:
+            names = ", ".join(name for name, kind in ROUTERS.items() if kind.scrapes)
+            raise InputError("snapshot_interval_s", self.snapshot_interval_s, f"0, or a router of {names}")
+        for failure in self.failures:
+            if failure.replica >= self.num_replicas:
+                raise InputError("failures.replica", failure.replica, "less than num_replicas")
+        if self.min_replicas is None:
+            for name in ("scaler", "scaler_parameters", "drain_timeout_s"):
+                if getattr(self, name) not in ({}, None, ClusterConfig.scaler):
+                    raise InputError(name, getattr(self, name), "unset without min_replicas")
+        self.make_scaler()
         disaggregated, prefill = self.router == "disaggregated", self.num_prefill_replicas
         if disaggregated != (prefill > 0):
             raise InputError("num_prefill_replicas", prefill, "> 0 with router disaggregated, and only then")
@@ -138,12 +176,51 @@ class ClusterConfig:
         rng = np.random.default_rng([seed, 1]) if ROUTERS[self.router].needs_generator else None
         return make_router(self.router, self.router_parameters, rng)
 
+    def make_scaler(self) -> Scaler | None:
+        """A new scaler; None without auto-scaling."""
+        if self.min_replicas is None:
+            return None
+        bounds = {"min_replicas": self.min_replicas, "max_replicas": self.num_replicas}
+        for name in bounds:
+            if name in self.scaler_parameters:
+                allowed = "other parameters; use min_replicas and num_replicas"
+                raise InputError(f"scaler_parameters.{name}", self.scaler_parameters[name], allowed)
+        parameters = dict(self.scaler_parameters)
+        for name, value in parameters.items():
+            if isinstance(value, str) != (name == "metric"):
+                allowed = ", ".join(TargetTracking.METRICS) if name == "metric" else "a number"
+                raise InputError(f"scaler_parameters.{name}", value, allowed)
+        if self.scaler == "freeness":
+            if parameters:
+                allowed = "unset with scaler freeness; use scale_out_below and scale_in_above"
+                raise InputError("scaler_parameters", parameters, allowed)
+            parameters = {"out_below": self.scale_out_below, "in_above": self.scale_in_above}
+        return construct("scaler", self.scaler, SCALERS[self.scaler], parameters | bounds)
+
+    @property
+    def failure_plan(self) -> FailurePlan | None:
+        """When replicas fail, without a seed; None: never."""
+        if not self.failures and self.mtbf_s is None and self.drain_timeout_s is None:
+            return None
+        names = self.replica_ids
+        return FailurePlan(
+            failures=tuple([(item.at_s, names[item.replica], item.down_s) for item in self.failures]),
+            mtbf_s=self.mtbf_s,
+            restart_s=self.startup_s if self.restart_s is None else self.restart_s,
+            max_retries=self.max_retries,
+            retry_started=self.retry_started,
+        )
+
     def simulation_arguments(self, seed: int, step_time: object = None) -> Mapping[str, Any]:
-        """Arguments of `Simulation` for this cluster; empty with one replica. `step_time`: see `link`."""
-        if self.num_replicas == 1:
+        """Arguments of `Simulation` for this cluster; empty with one replica that does not fail. `step_time`: see `link`."""
+        failures = self.failure_plan
+        if self.num_replicas == 1 and failures is None:
             return {}
         names, router = self.replica_ids, self.make_router(seed)
         arguments: dict[str, Any] = {"router": router, "interval_s": self.interval_s}
+        arguments["snapshot_interval_s"] = self.snapshot_interval_s
+        if failures is not None:
+            arguments["failures"] = replace(failures, seed=seed)
         arguments["link"] = self.link(step_time)
         if isinstance(router, Disaggregated):
             roles = [ReplicaRole.PREFILL] * self.num_prefill_replicas
@@ -157,14 +234,16 @@ class ClusterConfig:
                 interval_s=self.interval_s,
             )
             arguments["stage_blocks"] = self.stage_blocks
-        if self.min_replicas is not None:
-            arguments["scaler"] = AutoScaler(
-                out_below=self.scale_out_below,
-                in_above=self.scale_in_above,
-                min_replicas=self.min_replicas,
-                max_replicas=self.num_replicas,
-            )
-            arguments |= {"startup_s": self.startup_s, "standby": frozenset(names[self.min_replicas :])}
+        scaler = self.make_scaler()
+        if scaler is not None:
+            if self.scaler != "freeness" and "planner" not in arguments:
+                arguments["interval_s"] = scaler.interval_s
+            arguments |= {
+                "scaler": scaler,
+                "startup_s": self.startup_s,
+                "drain_timeout_s": self.drain_timeout_s,
+            }
+            arguments["standby"] = frozenset(names[self.min_replicas :])
         return arguments
 
 

@@ -30,7 +30,7 @@ def latency_table(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[Any]
 
 def group_field(metrics: Mapping[str, Any]) -> str | None:
     """The first field (tier, tenant, category) with several values; None if there is none."""
-    return next((name for name, groups in metrics["groups"].items() if groups), None)
+    return next((name for name in ("tier", "tenant", "category") if metrics["groups"][name]), None)
 
 
 def latency_curves(

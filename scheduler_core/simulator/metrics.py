@@ -1,7 +1,9 @@
 """Metrics of a run; names that end in _s are in seconds. README.md explains them."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from scheduler_core.simulator.loop import SimulationOutcome
 from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.steady_state import steady_state
 from scheduler_core.simulator.tables import Columns
+from scheduler_core.simulator.trace import TraceRequest
 from scheduler_core.simulator.trace_predictions import Predictions
 from scheduler_core.simulator.watch import GAP_CLASS, QUANTILES, RunWatch, TokenGaps, named_statistics
 from scheduler_core.statistics import UNBOUNDED, FloatArray, Interval, interval, kendall_tau
@@ -21,6 +24,10 @@ from scheduler_core.statistics import UNBOUNDED, FloatArray, Interval, interval,
 LONG_FRACTION = 0.1
 #: Maximum number of groups of a field; there are no group metrics with more.
 MAX_GROUPS = 64
+#: Fields by which there are group metrics, and the targets that make an SLO class.
+GROUPS = ("tier", "tenant", "category", "slo")
+TARGETS = ("ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
+_targets = attrgetter(*TARGETS)
 #: Quantiles for coverage.
 LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _FRACTION = (0.0, 1.0)
@@ -118,7 +125,7 @@ def run_metrics(
 
     - `fairness_tenants`: Jain's index of the mean 1 / slowdown of each tenant.
     - `prefix_hit_fraction`: fraction of the tokens to process that admitted requests found in the prefix cache.
-    - `groups`: request metrics by tier, tenant and category, if there are several values.
+    - `groups`: request metrics by tier, tenant, category and SLO class (`slo`: the targets), if there are several values.
     - `littles_law_error`: relative difference between the time average of the number of requests in the system and
       throughput times mean ttlt_s; must be 0 up to rounding.
 
@@ -129,15 +136,19 @@ def run_metrics(
     span = outcome.end_s - outcome.start_s
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
-    expected_in_system = float(requests["ttlt_s"].sum()) * per_s
+    expected_in_system = (float(requests["ttlt_s"].sum()) + outcome.failed_seconds) * per_s
     capacity = sum(core.config.num_kv_blocks for core in schedulers.values())
     admitted = [core.pool.num_admitted_tokens for core in schedulers.values()]
     speed, tenants = 1 / requests["slowdown"], _codes(requests["tenant"])[1]
     mean_replicas = outcome.replica_seconds * per_s
+    missed = [row for row in outcome.unserved if slo_class(_targets(row))]
+    targets = zip(*(requests[name].tolist() for name in TARGETS), strict=True)
+    requests["slo"] = np.array([*map(slo_class, targets)], object)
     return {
-        **_request_metrics(requests, per_s, len(outcome.refused)),
+        **_request_metrics(requests, per_s, len(missed)),
         "tbt_s": watch.gaps.merged().summary(),
         "num_refused": len(outcome.refused),
+        "num_failed": len(outcome.failed),
         "num_unfinished": outcome.num_unfinished,
         "num_preemptions": sum(core.counters.num_preemptions for core in schedulers.values()),
         "prefix_hit_fraction": _fraction(
@@ -146,6 +157,7 @@ def run_metrics(
         "num_steps": outcome.num_steps,
         "makespan_s": span,
         "busy_fraction": outcome.busy_s * per_s / len(schedulers),
+        "replica_seconds": outcome.replica_seconds,
         "mean_replicas": mean_replicas,
         "cost_per_latency": mean_replicas * float(np.quantile(requests["ttlt_s"], 0.99)),
         "throughput_rps": len(outcome.records) * per_s,
@@ -159,9 +171,7 @@ def run_metrics(
         "starvation_slope": starvation_slope(requests),
         "steady_state": steady_state(requests),
         "littles_law_error": abs(in_system - expected_in_system) / in_system if in_system > 0 else 0.0,
-        "groups": {
-            name: _group_metrics(requests, name, per_s, watch.gaps) for name in ("tier", "tenant", "category")
-        },
+        "groups": {name: _group_metrics(requests, missed, name, per_s, watch.gaps) for name in GROUPS},
         "prediction": prediction_quality(requests),
     }
 
@@ -172,14 +182,20 @@ def _fraction(parts: Sequence[int], totals: Sequence[int]) -> float:
     return sum(parts) / total if total else 0.0
 
 
-def _request_metrics(requests: Columns, per_s: float, num_refused: int) -> dict[str, Any]:
-    """Metrics of a set of requests."""
+def slo_class(targets: Iterable[float | None]) -> str:
+    """Name of the SLO class of a request with these `TARGETS` in seconds; empty without any."""
+    pairs = zip(("ttft", "tbt", "ttlt"), targets, strict=True)
+    return ", ".join([f"{name} {value:g} s" for name, value in pairs if value is not None and value >= 0])
+
+
+def _request_metrics(requests: Columns, per_s: float, num_missed: int) -> dict[str, Any]:
+    """Metrics of a set of finished requests, and of `num_missed` others with targets, which were refused or failed."""
     with_target, meets = has_slo(requests), meets_slo(requests)
-    num, met = int(with_target.sum()), int((with_target & meets).sum())
+    num, met = int(with_target.sum()) + num_missed, int((with_target & meets).sum())
     return {name: summary(requests[name]) for name in (*LATENCIES, "slowdown")} | {
         "num_finished": len(meets),
         "num_reached_max_tokens": int((requests["finish_reason"] == "length").sum()),
-        "slo_attainment": met / (num + num_refused) if num else None,
+        "slo_attainment": met / num if num else None,
         "goodput_rps": met * per_s if num else None,
     }
 
@@ -192,15 +208,20 @@ def _codes(column: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
     return list(numbers), np.array([numbers[value] for value in rows], np.int64)
 
 
-def _group_metrics(requests: Columns, name: str, per_s: float, gaps: TokenGaps) -> dict[str, Any]:
-    """Metrics of the requests and their gaps, by value of the column; empty for one group or too many."""
+def _group_metrics(
+    requests: Columns, missed: Sequence[TraceRequest], name: str, per_s: float, gaps: TokenGaps
+) -> dict[str, Any]:
+    """Metrics of the requests and their gaps, by value of the column; empty for one group or too many. `missed`: requests with
+    targets that were refused or failed."""
     keys, codes = _codes(requests[name])
+    num_missed = Counter(slo_class(_targets(row)) if name == "slo" else getattr(row, name) for row in missed)
+    keys += sorted(set(num_missed) - set(keys))
     if not 1 < len(keys) <= MAX_GROUPS:
         return {}
     groups = {}
     for number, key in enumerate(keys):
         members = {column: values[codes == number] for column, values in requests.items()}
-        groups[str(key)] = _request_metrics(members, per_s, 0)
+        groups[str(key)] = _request_metrics(members, per_s, num_missed[key])
         if name in GAP_CLASS:
             groups[str(key)]["tbt_s"] = gaps.merged(name, key).summary()
     return groups

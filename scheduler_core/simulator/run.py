@@ -49,7 +49,7 @@ class SimulationResult:
         metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`:
             `Correction.metrics` by served model.
-        records, refused: Requests in the order of their end; reasons of refused requests by id.
+        records, refused, failed: Requests in the order of their end; reasons of the others by id.
         watch: Gaps between tokens, KV cache usage, and every step if requested.
         warnings: What may mislead in this result, as sentences by kind: see `result_warnings`.
     """
@@ -61,17 +61,25 @@ class SimulationResult:
     predictor: dict[str, Any]
     records: list[RequestRecord]
     refused: dict[str, str]
+    failed: dict[str, str]
     watch: RunWatch
     warnings: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """All fields except records and watch, as JSON content."""
-        names = ("config", "versions", "trace", "metrics", "predictor", "refused", "warnings")
+        names = ("config", "versions", "trace", "metrics", "predictor", "refused", "failed", "warnings")
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
 
     def table(self) -> str:
-        """Latencies in seconds (slowdown: a ratio) as a text table, one row per latency."""
-        return text_table(*latency_table(self.metrics))
+        """Latencies in seconds (slowdown: a ratio) as a text table, one row per latency; and with targets a second one, of the
+        fraction of requests that met theirs and of their number per second, by SLO class."""
+        latencies = text_table(*latency_table(self.metrics))
+        if self.metrics["slo_attainment"] is None:
+            return latencies
+        classes = {"all requests": self.metrics} | self.metrics["groups"]["slo"]
+        names = ("num_finished", "slo_attainment", "goodput_rps")
+        rows = [[key or "no target", *map(values.get, names)] for key, values in classes.items()]
+        return latencies + "\n\n" + text_table(["targets", "finished", "met", "goodput, requests/s"], rows)
 
     def plot(self) -> Any:
         """A `matplotlib.figure.Figure` of the distribution functions of TTFT, TBT and TTLT, by tier, tenant or category if
@@ -97,9 +105,10 @@ class SimulationResult:
         return f"<div><p>{escape(self._summary())}</p><table>{body}</table>{notes}</div>"
 
     def _summary(self) -> str:
-        num, refused = self.metrics["num_finished"], self.metrics["num_refused"]
+        num, refused, failed = (self.metrics[name] for name in ("num_finished", "num_refused", "num_failed"))
+        failed = f", {failed} failed" if failed else ""
         source = f" of {self.trace['source']}" if self.trace["source"] else ""
-        return f"{self.config['policy']}: {num} requests{source} finished, {refused} refused; latencies in seconds"
+        return f"{self.config['policy']}: {num} requests{source} finished, {refused} refused{failed}; latencies in seconds"
 
 
 def prepare_trace(config: SimulationConfig) -> Trace:
@@ -188,8 +197,10 @@ def run_simulation(
             predictor fail.
     """
     cluster = config.cluster
-    if log is not None and cluster.num_replicas > 1:
-        raise InputError("decisions", cluster.num_replicas, "one replica with a decision log")
+    fails = cluster.failure_plan is not None
+    if log is not None and (cluster.num_replicas > 1 or fails):
+        allowed = "one replica without failures, with a decision log"
+        raise InputError("decisions", cluster.num_replicas, allowed)
     config = replace(config, scheduler=config.limits)
     if trace is None:
         trace = prepare_trace(config)
@@ -220,21 +231,32 @@ def run_simulation(
         **cluster.simulation_arguments(config.seed, step_time),
     ).run()
     if not outcome.records:
-        reason = next(iter(outcome.refused.values()))
-        raise InputError("trace", f"{len(trace)} requests, none of which fits: {reason}", "a larger KV cache")
+        if outcome.refused:
+            reason = next(iter(outcome.refused.values()))
+            raise InputError(
+                "trace", f"{len(trace)} requests, none of which fits: {reason}", "a larger KV cache"
+            )
+        reason = next(iter(outcome.failed.values()), "the end was earlier")
+        allowed = "a later horizon_s, or fewer cluster.failures"
+        raise InputError("trace", f"{len(trace)} requests, none of which finished: {reason}", allowed)
     for record in outcome.records:
         record.max_tbt_s = watch.gaps.longest_s.get(record.request_id)
     isolated = {
         row.request_id: isolated_latency_s(row, config.scheduler, step_time) for row in trace.requests
     }
     metrics = run_metrics(outcome, schedulers, watch, isolated)
-    if cluster.num_replicas > 1:
+    if cluster.num_replicas > 1 or fails:
         metrics["cluster"] = {
             "num_migrations": outcome.num_migrations,
             "num_migrated_blocks": outcome.num_migrated_blocks,
             "migration_pause_s": summary(outcome.migration_pauses_s),
             "aborted_migrations": {reason.value: num for reason, num in outcome.aborted_migrations.items()},
             "num_scalings": len(outcome.scaling),
+            "num_failures": outcome.num_failures,
+            "num_killed": outcome.num_killed,
+            "num_retried": outcome.num_retried,
+            "num_retries": outcome.num_retries,
+            "num_lost_tokens": outcome.num_lost_tokens,
         }
     predictor = predictor_statistics(predictions, schedulers)
     warnings = result_warnings(config, trace, metrics, predictor, outcome.records)
@@ -256,6 +278,7 @@ def run_simulation(
         predictor=predictor,
         records=outcome.records,
         refused=outcome.refused,
+        failed=outcome.failed,
         watch=watch,
         warnings=warnings,
     )

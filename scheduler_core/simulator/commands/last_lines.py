@@ -48,14 +48,19 @@ def end_with_warnings(
     metrics: Sequence[Mapping[str, Any]],
     reason: str = "too large for the KV cache or a step",
 ) -> int:
-    """Logs the last lines of a command: the warnings, then how many requests were not finished or refused, by the metrics of
-    all its simulations, and why. Returns the exit code, see `report_left_out`."""
+    """Logs the last lines of a command: the warnings, then how many requests were not finished, failed or were refused, by
+    the metrics of all its simulations, and why. Returns the exit code, see `report_left_out`."""
     for warning in warnings.values():
         logger.warning(warning)
-    num_refused, num_finished, num_unfinished = (
-        sum(one.get(name, 0) for one in metrics) for name in ("num_refused", "num_finished", "num_unfinished")
+    names = ("num_refused", "num_finished", "num_unfinished", "num_failed")
+    num_refused, num_finished, num_unfinished, num_failed = (
+        sum(one.get(name, 0) for one in metrics) for name in names
     )
     if num_unfinished:
         logger.warning("%d requests were not finished at the end (horizon_s, stop_after)", num_unfinished)
+    if num_failed:
+        logger.warning(
+            "%d requests failed with their replicas (cluster.max_retries, retry_started)", num_failed
+        )
     reasons = {reason: num_refused} if num_refused else {}
-    return report_left_out(reasons, num_refused + num_finished, "requests")
+    return report_left_out(reasons, num_refused + num_finished + num_failed, "requests")

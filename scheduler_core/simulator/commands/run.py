@@ -40,6 +40,7 @@ HARDLY_ANY = 0.01
 _GROUP_COLUMNS = {
     "requests": "num_finished", "TTFT mean": "ttft_s.mean", "TTFT P99": "ttft_s.p99", "TBT P99": "tbt_s.p99",
     "TTLT mean": "ttlt_s.mean", "TTLT P99": "ttlt_s.p99", "targets met": "slo_attainment",
+    "goodput, requests/s": "goodput_rps",
 }  # fmt: skip
 
 
@@ -127,6 +128,9 @@ def _log_summary(config: RunConfig, result: SimulationResult) -> None:
     ttft = result.metrics["ttft_s"]
     summary = (config.policy_name, result.metrics["num_finished"], ttft["mean"], ttft["p99"])
     logger.info("%s: %d requests, ttft mean %.3f s p99 %.3f s", *summary)
+    if result.metrics["slo_attainment"] is not None:
+        goodput = result.metrics["goodput_rps"]
+        logger.info("targets met: %.2f %%, %.3g requests/s", 100 * result.metrics["slo_attainment"], goodput)
     if result.metrics["mean_requests_waiting"] < HARDLY_ANY:
         slots = config.scheduler.max_num_seqs * result.metrics["mean_replicas"]
         text = (
