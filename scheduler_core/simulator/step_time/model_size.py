@@ -150,7 +150,7 @@ class ModelSize:
 def model_size(name: str) -> ModelSize:
     """The size of a model in models.json, by its name there or on Hugging Face, or in the config.json at a path. `InputError`
     if it is neither, or the config has a field that is missing, unknown or invalid."""
-    size = MODELS.get(name) or _BY_SOURCE.get(name.lower())
+    size = MODELS.get(name) or _BY_SOURCE.get(name.rpartition("/")[2].lower())
     if size is not None:
         return size
     path = Path(name)
@@ -349,13 +349,17 @@ def _weights(read: _Config) -> tuple[str, str]:
     return name, name
 
 
-def _read_table() -> dict[str, ModelSize]:
-    table: dict[str, dict[str, Any]] = parse_json(files(__package__).joinpath("models.json").read_text())
-    return {
-        name: read_config({key: value for key, value in config.items() if key != "source"}, config["source"])
-        for name, config in table.items()
-    }
-
-
-MODELS = _read_table()
-_BY_SOURCE = {size.source.lower(): size for size in MODELS.values()}
+#: The configs in models.json, with `source`, the model that has them on Hugging Face, and `also`, others with the same sizes.
+_TABLE: dict[str, dict[str, Any]] = parse_json(files(__package__).joinpath("models.json").read_text())
+MODELS = {
+    name: read_config(
+        {key: value for key, value in config.items() if key not in ("source", "also")}, config["source"]
+    )
+    for name, config in _TABLE.items()
+}
+#: By the last part of the names on Hugging Face, in lower case.
+_BY_SOURCE = {
+    source.rpartition("/")[2].lower(): MODELS[name]
+    for name, config in _TABLE.items()
+    for source in (config["source"], *config.get("also", ()))
+}

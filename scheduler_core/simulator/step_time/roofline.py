@@ -29,6 +29,8 @@ __all__ = ["GPUS", "MODELS", "RooflineStepTime"]
 MESSAGE_S, MESSAGE_EFFICIENCY = 2e-5, 2 / 3
 #: Bandwidth to host memory: PCIe 4.0 x16.
 HOST_BYTES_PER_S = 25e9
+#: Achieved fraction of the operations of Ampere devices, whose names start with a.
+AMPERE_EFFICIENCY = 0.6
 #: Constants that `python -m benchmarks.h100 --fit` writes.
 FITTED: dict[str, float] = parse_json(files(__package__).joinpath("roofline.json").read_text())
 
@@ -58,8 +60,9 @@ class RooflineStepTime(Deployment):
     `simulate calibrate`.
     """
 
-    compute_efficiency: float = 0.6
-    """Achieved fraction of the peak operations, in (0, 1]."""
+    compute_efficiency: float | None = None
+    """Achieved fraction of the peak operations, in (0, 1]. Unset: 0.6 for Ampere devices (Vidur's profile), else as fitted on
+    H100, which sustains less of its peak."""
     memory_efficiency: float = FITTED["memory_efficiency"]
     """Achieved fraction of the peak bandwidth of the memory, in (0, 1]."""
     link_efficiency: float = FITTED["link_efficiency"]
@@ -90,10 +93,16 @@ class RooflineStepTime(Deployment):
         """Achieved bandwidth of the memory of one device."""
         return self.device.bytes_per_s * self.memory_efficiency
 
+    @property
+    def _compute_efficiency(self) -> float:
+        if self.compute_efficiency is not None:
+            return self.compute_efficiency
+        return AMPERE_EFFICIENCY if self.gpu.startswith("a") else FITTED["compute_efficiency"]
+
     @cached_property
     def _flops(self) -> float:
         """Achieved 16-bit operations of the devices that share a layer."""
-        return self.device.flops * self.compute_efficiency * self.tensor_parallel
+        return self.device.flops * self._compute_efficiency * self.tensor_parallel
 
     @cached_property
     def _fixed_s(self) -> float:
@@ -112,7 +121,7 @@ class RooflineStepTime(Deployment):
         )
         routed = self.size.active_parameters - self.size.dense_parameters
         seconds = self.size.dense_parameters / dense + routed / expert
-        return 2.0 * seconds / (self.compute_efficiency * self.tensor_parallel)
+        return 2.0 * seconds / (self._compute_efficiency * self.tensor_parallel)
 
     @cached_property
     def _dense_bytes(self) -> float:

@@ -1,0 +1,203 @@
+"""Constants of `RooflineStepTime`, fitted to measured runs, and the errors that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import log
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.h100.runs import METRICS, WHOLE, Run, simulate
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.step_time.accuracy import REGIONS, region_of
+from scheduler_core.simulator.step_time.base import StepWork
+from scheduler_core.simulator.step_time.roofline import FITTED, RooflineStepTime
+from scheduler_core.statistics import FloatArray
+
+Constants = dict[str, float]
+#: Latencies in ms by stage, for each run.
+Latencies = dict[int, dict[str, float]]
+#: Constants of the times between tokens, with their ranges.
+_DECODE = {"memory_efficiency": (0.3, 1.0), "layer_s": (0.0, 3e-4), "link_efficiency": (0.02, 1.0)}
+_COMPUTE = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
+#: Loads, as fractions of the saturation rate, at which the propagated errors are computed, and seconds of these simulations.
+_LOADS, _LOADED_S = {"near_saturation": 0.9, "overload": 1.2}, 120.0
+
+
+class Fit:
+    """Fits to the runs of one workload. Each run is simulated once, and a mean-field estimate gives the effect of changes.
+
+    - memory_efficiency, layer_s, link_efficiency: least squares of the relative errors of itl_mean of all stages.
+    - frontend_s: the median difference of ttft_mean.
+    - compute_efficiency: least squares of ln ttft_p99 of the first stage of dense models, whose slowest hundredth are prompts
+      that are not cached yet. With experts, kernels are compiled in that stage.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = list(runs)
+        start = {name: FITTED[name] for name in (*_DECODE, "compute_efficiency")} | {"frontend_s": 0.0}
+        traces = [run.trace() for run in self._runs]
+        self._simulated = [
+            simulate(run, run.step_time(**start), trace)
+            for run, trace in zip(self._runs, traces, strict=True)
+        ]
+        #: Ratios of the simulated times between tokens to those of the mean-field estimate, by run and stage.
+        self._ratios = [
+            {number: latencies[number]["itl_mean"] / _itl_ms(run, number, start) for number in run.stages}
+            for run, latencies in zip(self._runs, self._simulated, strict=True)
+        ]
+        self._uncached = {
+            run.model: [_first_stage_p99(run, replace_compute(start, value)) for value in _COMPUTE]
+            for run in self._runs
+            if not run.is_moe
+        }
+
+    def constants(self, without: str | None = None, lowest_rate: bool = False) -> Constants:
+        """The constants fitted to all models except one; `lowest_rate`: to the first stage of each run only."""
+        used = [index for index, run in enumerate(self._runs) if run.model != without]
+        stages = {
+            index: [min(self._runs[index].stages)] if lowest_rate else [*self._runs[index].stages]
+            for index in used
+        }
+
+        def errors(values: FloatArray) -> list[float]:
+            constants = dict(zip(_DECODE, values, strict=True))
+            return [
+                log(
+                    _itl_ms(self._runs[index], number, constants)
+                    * self._ratios[index][number]
+                    / self._runs[index].stages[number].measured["itl_mean"]
+                )
+                for index in used
+                for number in stages[index]
+            ]
+
+        low, high = zip(*_DECODE.values(), strict=True)
+        start = [FITTED[name] for name in _DECODE]
+        values = least_squares(errors, start, bounds=(low, high), x_scale=start).x
+        constants = {name: float(value) for name, value in zip(_DECODE, values, strict=True)}
+        late = [
+            self._runs[index].stages[number].measured["ttft_mean"]
+            # Steps, of which a request waits for two and a half, have changed as well.
+            - self._simulated[index][number]["ttft_mean"]
+            * self._runs[index].stages[number].measured["itl_mean"]
+            / self._simulated[index][number]["itl_mean"]
+            for index in used
+            for number in stages[index]
+        ]
+        constants["frontend_s"] = float(np.median(late)) / 1e3
+        squares = np.zeros(len(_COMPUTE))
+        for index in used:
+            run = self._runs[index]
+            if run.model in self._uncached:
+                measured = run.stages[min(run.stages)].measured["ttft_p99"] / 1e3 - constants["frontend_s"]
+                squares += np.square(np.log(np.array(self._uncached[run.model]) / 1e3 / measured))
+        return constants | {"compute_efficiency": _COMPUTE[int(np.argmin(squares))]}
+
+
+def replace_compute(constants: Mapping[str, float], value: float) -> Constants:
+    """The constants with another compute_efficiency."""
+    return {**constants, "compute_efficiency": value}
+
+
+def _first_stage_p99(run: Run, constants: Constants) -> float:
+    first = min(run.stages)
+    alone = replace(run, stages={first: run.stages[first]})
+    return simulate(alone, run.step_time(**constants), alone.trace())[first]["ttft_p99"]
+
+
+def _itl_ms(run: Run, number: int, constants: Mapping[str, float]) -> float:
+    """Time of a step with the mean number of requests that one of them sees, by Little's law and with itself."""
+    stage = run.stages[number]
+    num = stage.rate_rps * stage.measured["e2e_mean"] / 1e3 + 1
+    context = round(sum(run.prompt_tokens) / 2 + run.output_tokens / 2)
+    step_time, low = run.step_time(**constants), int(num)
+    low_s, high_s = (step_time.step_s(StepWork((), [context] * size)) for size in (low, low + 1))
+    return 1e3 * (low_s + (num - low) * (high_s - low_s))
+
+
+def relative_errors(run: Run, latencies: Latencies) -> dict[int, dict[str, float]]:
+    """(simulated - measured) / measured of each latency, by stage."""
+    measured = {number: stage.measured for number, stage in run.stages.items()} | {WHOLE: run.measured}
+    return {
+        number: {name: latencies[number][name] / values[name] - 1 for name in METRICS}
+        for number, values in measured.items()
+    }
+
+
+def saturation_rps(run: Run, step_time: RooflineStepTime) -> float:
+    """Rate at which the engine is always busy with full batches, with prompts that are cached."""
+    trace = run.trace(fraction=0.05)
+    # A cached prompt is a chunk with less than a block of tokens.
+    rows = tuple(replace(row, prompt_tokens=1, content=()) for row in trace.requests)
+    decode = saturation_rate_rps(replace(trace, requests=rows), run.limits(), step_time)
+    context = round(sum(run.prompt_tokens) / 2 + run.output_tokens / 2)
+    full_s = step_time.step_s(StepWork((), [context] * run.max_num_seqs))
+    return min(decode, run.max_num_seqs / (run.output_tokens * full_s))
+
+
+def mean_errors(errors: Iterable[Mapping[str, float]]) -> Constants:
+    """Mean absolute errors, by latency."""
+    rows = list(errors)
+    return {name: float(np.mean([abs(row[name]) for row in rows])) for name in METRICS}
+
+
+def scaled(step_time: RooflineStepTime, factor: float) -> RooflineStepTime:
+    """Step times that are longer by a factor."""
+    return replace(
+        step_time,
+        compute_efficiency=(step_time.compute_efficiency or FITTED["compute_efficiency"]) / factor,
+        memory_efficiency=step_time.memory_efficiency / factor,
+        link_efficiency=step_time.link_efficiency / factor,
+        layer_s=step_time.layer_s * factor,
+    )
+
+
+def propagated_errors(
+    runs: Sequence[Run], region: str, error: float, constants: Constants
+) -> list[dict[str, float]]:
+    """Errors of simulations in a region whose steps take longer or shorter by `error`."""
+    rows = []
+    for run in runs:
+        step_time = run.step_time(**constants)
+        rate = _LOADS[region] * saturation_rps(run, step_time)
+        stage = replace(run.stages[max(run.stages)], rate_rps=rate, duration_s=_LOADED_S)
+        loaded = replace(run, stages={0: stage})
+        trace = loaded.trace()
+        base = simulate(loaded, step_time, trace)[WHOLE]
+        for factor in (1 / (1 + error), 1 + error):
+            other = simulate(loaded, scaled(step_time, factor), trace)[WHOLE]
+            rows.append({name: other[name] / base[name] - 1 for name in METRICS})
+    return rows
+
+
+def _rounded(values: Constants) -> Constants:
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def error_bands(
+    runs: Sequence[Run], left_out: Mapping[int, dict[int, dict[str, float]]], constants: Constants
+) -> dict[str, Constants]:
+    """Errors by region for accuracy.json: those of models left out of the fit where runs were in it, else propagated from
+    their mean error of the time between tokens. `left_out`: errors by index of the run."""
+    rows: dict[str, list[dict[str, float]]] = {region: [] for region in REGIONS}
+    for index, errors in left_out.items():
+        run = runs[index]
+        saturation = saturation_rps(run, run.step_time(**constants))
+        for number, stage in run.stages.items():
+            rows[region_of(stage.rate_rps / saturation)].append(errors[number])
+    step = mean_errors(row for of_region in rows.values() for row in of_region)["itl_mean"]
+    bands: dict[str, Constants] = {}
+    for region, measured in rows.items():
+        basis = "measured" if measured else "propagated"
+        used = measured or propagated_errors(
+            [run for run in runs if len(run.stages) > 1], region, step, constants
+        )
+        bands[region] = {
+            "basis": basis,
+            "num_runs": len(used),
+            **_rounded(mean_errors(used) | {"max_rate": step}),
+        }  # type: ignore[dict-item]
+    return bands
