@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks.h100.fit import Constants, Fit, error_bands, mean_errors, relative_errors
 from benchmarks.h100.runs import METRICS, WHOLE, Run, read_runs, simulate
@@ -77,7 +78,7 @@ def constants_table(fitted: Constants, left_out: dict[str, Constants]) -> str:
     return markdown_table(["constant", "all models", "smallest", "largest, with one left out"], rows)
 
 
-def band_table(bands: dict[str, Constants]) -> str:
+def band_table(bands: dict[str, dict[str, Any]]) -> str:
     """Errors by region in %."""
     rows = [
         [region.replace("_", " "), str(band["basis"]), *(percent(band[name]) for name in METRICS)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import log
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -179,7 +180,7 @@ def _rounded(values: Constants) -> Constants:
 
 def error_bands(
     runs: Sequence[Run], left_out: Mapping[int, dict[int, dict[str, float]]], constants: Constants
-) -> dict[str, Constants]:
+) -> dict[str, dict[str, Any]]:
     """Errors by region for accuracy.json: those of models left out of the fit where runs were in it, else propagated from
     their mean error of the time between tokens. `left_out`: errors by index of the run."""
     rows: dict[str, list[dict[str, float]]] = {region: [] for region in REGIONS}
@@ -189,7 +190,7 @@ def error_bands(
         for number, stage in run.stages.items():
             rows[region_of(stage.rate_rps / saturation)].append(errors[number])
     step = mean_errors(row for of_region in rows.values() for row in of_region)["itl_mean"]
-    bands: dict[str, Constants] = {}
+    bands: dict[str, dict[str, Any]] = {}
     for region, measured in rows.items():
         basis = "measured" if measured else "propagated"
         used = measured or propagated_errors(
@@ -199,5 +200,5 @@ def error_bands(
             "basis": basis,
             "num_runs": len(used),
             **_rounded(mean_errors(used) | {"max_rate": step}),
-        }  # type: ignore[dict-item]
+        }
     return bands
