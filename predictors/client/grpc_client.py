@@ -26,6 +26,7 @@ from predictors.client.messages import (
     refused,
     request_message,
 )
+from predictors.hosting.tracing import trace_headers
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from scheduler_core.errors import InputError
@@ -36,6 +37,8 @@ from scheduler_core.shell.files import existing_file
 
 # Maximum message size of a call, far above the default limit of the service.
 MAX_MESSAGE_BYTES = 16 * 2**20
+# Maximum length of a header of the trace context, which W3C has systems pass on; servers limit all metadata to 8 KiB.
+MAX_TRACE_CHARS = 512
 # gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). A call is retried if no server
 # processed it: UNAVAILABLE, and CANCELLED, the status of calls that reach a server during its shutdown.
 # Predictions are idempotent, so retries are safe. RESOURCE_EXHAUSTED is not retried, as that would add load
@@ -104,6 +107,13 @@ class ClientSettings:
         """Deadline (default: `self.timeout_s`) and metadata of a call."""
         metadata = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
         return {"timeout": timeout_s or self.timeout_s, "metadata": metadata}
+
+    def predict_options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """As `call_options`, with the trace context of the caller's span if it uses OpenTelemetry."""
+        options = self.call_options(timeout_s)
+        headers = trace_headers().items()
+        metadata = [(name, value) for name, value in headers if len(value) <= MAX_TRACE_CHARS]
+        return options | {"metadata": (*options["metadata"], *metadata)}
 
     def channels(self, package: Any, address: str) -> list[Any]:
         """New channels; `package` is `grpc` or `grpc.aio`."""
@@ -219,7 +229,7 @@ class GrpcPredictor(AsyncClient):
     async def _call(
         self, stub: Any, messages: Sequence[pb.PredictRequest], timeout_s: float
     ) -> list[pb.PredictResponse]:
-        options = self.settings.call_options(timeout_s)
+        options = self.settings.predict_options(timeout_s)
         try:
             if len(messages) == 1:
                 return [await stub.Predict(messages[0], **options)]
@@ -254,7 +264,7 @@ class SyncPredictor:
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
         """Responses in the order of `requests`; arguments and errors as in `GrpcPredictor.responses`."""
-        options = self.settings.call_options(None if timeout_s is None else checked_timeout(timeout_s))
+        options = self.settings.predict_options(None if timeout_s is None else checked_timeout(timeout_s))
         messages = [request_message(request, truncated_length=truncated_length) for request in requests]
         results: list[pb.PredictResponse] = []
         with contextlib.ExitStack() as calls:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -58,12 +59,6 @@ class Tracing:
         ) as span:
             yield span
 
-    def headers(self) -> dict[str, str]:
-        """The headers that make spans of another process children of the current one."""
-        headers: dict[str, str] = {}
-        self._propagator.inject(headers)
-        return headers
-
     def fail(self, span: Any, reason: str) -> None:
         """Sets the status of a span to an error."""
         span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, reason))
@@ -72,6 +67,16 @@ class Tracing:
         values = {key: headers.get(key) for key in TRACE_KEYS}
         carrier = {key: value for key, value in values.items() if isinstance(value, str) and value.isascii()}
         return self._propagator.extract(carrier)
+
+
+def trace_headers() -> dict[str, str]:
+    """The headers (W3C trace context) that make spans of another process children of the current one; none without one."""
+    headers: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:  # otherwise there can be no span, and the import would cost time
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        TraceContextTextMapPropagator().inject(headers)
+    return headers
 
 
 def set_up_exporting() -> None:

@@ -101,6 +101,11 @@ class Forecaster:
         self.version: str | None = None
 
     @property
+    def is_remote(self) -> bool:
+        """Whether a service predicts, at least some heads."""
+        return self._name is not None and "grpc://" in self._name
+
+    @property
     def client(self) -> Any:
         """The predictor, for calls of its own kind; None without one."""
         return self._predictor

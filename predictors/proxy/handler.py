@@ -311,7 +311,8 @@ class RequestHandler:
                 forecasting.cancel()
 
     async def _forecast(self, exchange: Exchange) -> Forecast:
-        with self._part("predict"):
+        spans, is_remote = self._spans, self.forecaster.is_remote
+        with nullcontext() if spans is None else spans.predict(exchange, is_remote=is_remote):
             forecast = exchange.forecast = await self.forecaster.forecast(exchange.query)
         prediction = forecast.prediction
         is_counted = prediction is not None and prediction.prompt_tokens is not None

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of the requests of a proxy, by the semantic conventions for generative AI and HTTP.
 
-Each request has a span of kind SERVER, a child of the client's, with the children `predict`, `queue` (if the proxy holds the
-queue) and `engine` (kind CLIENT), whose context the engine gets. Attributes are numbers and names, never texts of prompts
+Each request has a span of kind SERVER, a child of the client's, with the children `predict` (kind CLIENT if a service predicts,
+which gets its context), `queue` (if the proxy holds the queue) and `engine` (kind CLIENT), whose context the engine gets. Attributes are numbers and names, never texts of prompts
 and outputs. Names that the conventions do not have begin with `tailcast.`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from yarl import URL
 
-from predictors.hosting.tracing import Tracing
+from predictors.hosting.tracing import Tracing, trace_headers
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.feedback import Exchange
 from predictors.proxy.parsing import CHAT, MESSAGES, OLLAMA_CHAT, RESPONSES
@@ -44,12 +44,22 @@ class ProxySpans:
         return self._tracing.span(name)
 
     @contextmanager
+    def predict(self, exchange: Exchange, *, is_remote: bool) -> Iterator[None]:
+        """The span of the prediction of a request, by a service or in this process."""
+        with self._tracing.span("predict", "CLIENT" if is_remote else "INTERNAL") as span:
+            yield
+            outcome = None if exchange.forecast is None else exchange.forecast.outcome
+            if outcome in ("late", "failed", "refused"):
+                span.set_attribute("error.type", outcome)
+                self._tracing.fail(span, outcome)
+
+    @contextmanager
     def engine(self, url: str) -> Iterator[tuple[Any, Mapping[str, str]]]:
         """The span of a request to the engine at `url`, and the headers with its context."""
         with self._tracing.span("engine", "CLIENT") as span:
             parsed = URL(url)
             span.set_attributes({"server.address": parsed.host, "server.port": parsed.port})
-            yield span, self._tracing.headers()
+            yield span, trace_headers()
 
     def begin(self, exchange: Exchange) -> None:
         """Names the span of a request, and adds the attributes of its body."""

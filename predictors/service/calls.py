@@ -174,11 +174,12 @@ class PredictorCalls:
     ) -> None:
         """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""
         artifact = {"tailcast.artifact_id": served.name, "tailcast.artifact_version": served.version}
-        span.set_attributes({**artifact, "rpc.status": code})
+        span.set_attributes({**artifact, "rpc.response.status_code": code})
         if result is not None:
             for name in ("tokenize_s", "queue_s", "inference_s", "batch_size", "cached"):
                 span.set_attribute(f"tailcast.{name}", getattr(result, name))
         if code != "OK":
+            span.set_attribute("error.type", code)
             tracing.fail(span, code)
         span.end()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -14,7 +15,6 @@ from google.protobuf.message import Message
 
 from predictors.hosting.http import HttpRunner, probe_routes, read_body
 from predictors.hosting.live_page import LivePage, PromptQuery
-from predictors.hosting.tls import server_context
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.config import ServeConfig
@@ -45,6 +45,7 @@ async def start_gateway(
     metrics: ServiceMetrics,
     tokens: BearerTokens | None,
     *,
+    tls: ssl.SSLContext | None,
     shares_port: bool,
 ) -> web.AppRunner:
     """Binds and serves the HTTP port of a server (InputError on failure); `cleanup` of the result closes it.
@@ -96,7 +97,7 @@ async def start_gateway(
     application.add_routes(live_page(calls).routes())
     runner = HttpRunner(application, shutdown_timeout=1, on_refused=calls.count_http)
     assert config.http_port is not None
-    options: dict[str, Any] = {"ssl_context": server_context(config), "reuse_port": shares_port or None}
+    options: dict[str, Any] = {"ssl_context": tls, "reuse_port": shares_port or None}
     await runner.bind("http_port", config.host, config.http_port, **options)
     return runner
 

@@ -113,6 +113,12 @@ class ServiceMetrics:
         self.misses = counter("cache_misses", "Predictions not in the cache.")
         self.missing = counter("missing_parts", "Predictions without this part of a joined artifact.")
         self.reloads = counter("reloads", "Artifact replacements, by outcome.", "outcome")
+        text = "Readings of new certificates, by outcome."
+        self.certificate_reloads = Counter(
+            "tailcast_certificate_reloads", text, ["outcome"], registry=self.registry
+        )
+        for outcome in ("taken", "refused"):  # an increase from nothing is none
+            self.certificate_reloads.labels(outcome)
         sum_gauge = functools.partial(metric, Gauge, multiprocess_mode="livesum")
         self.queue_length = sum_gauge("queue_length", "Requests in flight.")
         max_gauge = functools.partial(metric, Gauge, multiprocess_mode="livemax")
@@ -133,6 +139,8 @@ class ArtifactMetrics:
     def __init__(self, metrics: ServiceMetrics, name: str) -> None:
         self._metrics, self._name = metrics, name
         self.queue_length = metrics.queue_length.labels(name)
+        for outcome in ("taken", "refused"):
+            metrics.reloads.labels(name, outcome)
         self.failed_batches = metrics.failed.labels(name)
         self.missing = metrics.missing.labels(name)
         self._tokenize = metrics.tokenize.labels(name)

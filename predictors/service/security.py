@@ -1,16 +1,16 @@
-"""Access control: TLS, mutual TLS, bearer tokens."""
+"""Access control: TLS, mutual TLS, bearer tokens; certificates that can be replaced while serving."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from predictors.hosting.tls import server_context
+from predictors.hosting.process import file_state
+from predictors.hosting.tls import ReplaceableContext, server_context
 from predictors.service.config import ServeConfig
 from predictors.service.errors import UnauthenticatedError
 from predictors.service.grpc_methods import abort
@@ -24,19 +24,67 @@ OPEN_METHODS = frozenset(
 )
 
 
-def grpc_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """TLS credentials of a gRPC port, None without TLS; InputError for a missing or invalid file."""
-    if server_context(config) is None:  # gRPC reports invalid files only in its log
-        return None
-    key, certificate, authority = (
-        None if path is None else Path(path).read_bytes()
-        for path in (config.tls_key, config.tls_cert, config.tls_client_ca)
-    )
-    return grpc.ssl_server_credentials(
-        [(key, certificate)],  # type: ignore[list-item]  # both are not None
-        root_certificates=authority,
-        require_client_auth=authority is not None,
-    )
+class Certificates:
+    """TLS of both ports with the files of a configuration. New connections use those that `reload` has read last; open ones
+    stay. InputError for a missing or invalid file."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._state: list[object] = []
+        #: TLS context of the HTTP port, None without TLS.
+        self.http: ReplaceableContext | None = None
+        self._grpc: grpc.ServerCertificateConfiguration | None = None
+        self.reload()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the files are others than those of the last `reload`, also if it has failed."""
+        return self._state != self._files_state()
+
+    def reload(self) -> None:
+        """Reads the files; InputError, without any change, if one is missing or invalid."""
+        config, self._state = self._config, self._files_state()
+        context = server_context(config)  # gRPC reports invalid files only in its log
+        if context is None or config.tls_key is None or config.tls_cert is None:
+            return
+        pair = (
+            existing_file(config.tls_key, "tls_key").read_bytes(),
+            existing_file(config.tls_cert, "tls_cert").read_bytes(),
+        )
+        authority = config.tls_client_ca
+        clients = None if authority is None else existing_file(authority, "tls_client_ca").read_bytes()
+        if self.have_changed:
+            raise InputError(
+                "tls_cert, tls_key", config.tls_cert, "files that do not change while they are read"
+            )
+        self._grpc = grpc.ssl_server_certificate_configuration([pair], clients)
+        if self.http is None:
+            self.http = ReplaceableContext.of(context)
+        self.http.current = context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        """TLS credentials of one gRPC port, None without TLS."""
+        used = self._grpc
+        if used is None:
+            return None
+
+        def replacement() -> grpc.ServerCertificateConfiguration | None:
+            """Called for each connection, in a thread of gRPC; None if there is nothing new."""
+            nonlocal used
+            if used is self._grpc:
+                return None
+            used = self._grpc
+            return used
+
+        demands = self._config.tls_client_ca is not None
+        untyped: Any = grpc.dynamic_ssl_server_credentials  # the stubs know no None
+        credentials: grpc.ServerCredentials = untyped(used, replacement, demands)
+        return credentials
+
+    def _files_state(self) -> list[object]:
+        config = self._config
+        files = (config.tls_cert, config.tls_key, config.tls_client_ca)
+        return [file_state(file) for file in files if file is not None]
 
 
 class BearerTokens:

@@ -1,4 +1,4 @@
-"""The prediction server: bind, warm up, serve, reload artifacts, drain."""
+"""The prediction server: bind, warm up, serve, reload artifacts and certificates, drain."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from predictors.service.grpc_methods import SERVICE, predictor_handler
 from predictors.service.learning import Learner
 from predictors.service.metrics import ServiceMetrics
 from predictors.service.oip import OIP_SERVICE, open_inference_handler
-from predictors.service.security import BearerInterceptor, BearerTokens, grpc_credentials
+from predictors.service.security import BearerInterceptor, BearerTokens, Certificates
 from scheduler_core.adapters.live_calibration import CalibrationGauges, LiveCalibration
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 
 if TYPE_CHECKING:
     from aiohttp.web import AppRunner
@@ -92,6 +92,7 @@ class PredictionServer:
             logger.info("online calibration is off, because it needs a single process (workers 1)")
         self._calls = PredictorCalls(self.artifacts, config.max_message_bytes, tracing, learner)
         self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
+        self._certificates: Certificates | None = None  # before `start`
         self._source_state = source_state
         self._watching: asyncio.Task[None] | None = None
         self._shares_ports = shares_ports
@@ -106,16 +107,18 @@ class PredictionServer:
         port = self.config.port
         if not self._shares_ports:
             bound_socket(self.config.host, port, "port", socket.SO_REUSEADDR).close()
+        self._certificates = Certificates(self.config)
         # Clients can connect now; they wait for the first bytes until `server.start`.
         servers = [self._new_server() for _ in range(self._num_listeners)]
         for server in servers:
-            port = self._bind(server, port)
+            port = self._bind(server, port, self._certificates.grpc_credentials())
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self.config.http_port is not None:
             from predictors.service.gateway import start_gateway
 
+            options: dict[str, Any] = {"tls": self._certificates.http, "shares_port": self._shares_ports}
             self._gateway = await start_gateway(
-                self.config, self._calls, self.metrics, self._tokens, shares_port=self._shares_ports
+                self.config, self._calls, self.metrics, self._tokens, **options
             )
             self.http_port = self._gateway.addresses[0][1]
         for server in servers:
@@ -135,17 +138,35 @@ class PredictionServer:
         return self.artifacts.num_in_flight
 
     async def _watch(self) -> None:
-        """Reloads the artifacts whenever their files have changed."""
+        """Reloads artifacts and certificates whenever their files have changed."""
         previous = self._source_state()
         while True:
             await asyncio.sleep(self.config.reload_poll_s)
+            if self._certificates is not None and self._certificates.have_changed:
+                self._reload_certificates(self._certificates)
             state = self._source_state()
             if state != previous:
                 previous = state
-                await self.reload()
+                await self._reload_artifacts()
 
     async def reload(self) -> None:
-        """Replaces every artifact whose files have changed; on failure, logs it and keeps the old one."""
+        """Reads the certificates again, and replaces every artifact whose files have changed; what fails is logged, and the
+        old one stays."""
+        if self._certificates is not None and self._certificates.http is not None:
+            self._reload_certificates(self._certificates)
+        await self._reload_artifacts()
+
+    def _reload_certificates(self, certificates: Certificates) -> None:
+        outcome = "refused"
+        try:
+            certificates.reload()
+            outcome = "taken"
+            logger.info("certificates: read again, for new connections")
+        except (TailcastError, OSError) as error:
+            logger.error("certificates: rejected the new files, kept the old ones: %s", error)
+        self.metrics.certificate_reloads.labels(outcome).inc()
+
+    async def _reload_artifacts(self) -> None:
         for name in self.artifacts.names:
             try:
                 if not await self.artifacts.reload(name):
@@ -199,10 +220,9 @@ class PredictionServer:
         for service in ("", SERVICE, OIP_SERVICE, *self.artifacts.names):
             await self._health.set(service, status)
 
-    def _bind(self, server: grpc.aio.Server, port: int) -> int:
+    def _bind(self, server: grpc.aio.Server, port: int, tls: grpc.ServerCredentials | None) -> int:
         host = self.config.host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        tls = grpc_credentials(self.config)
         try:
             return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
         except RuntimeError as error:

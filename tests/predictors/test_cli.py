@@ -326,7 +326,7 @@ def test_spans_reach_the_collector_with_their_parents_and_none_is_lost_at_the_en
     for span in of_caller:
         values = {one.key: one.value for one in span.attributes}
         assert values["tailcast.artifact_id"].string_value == "tiny"
-        assert values["rpc.status"].string_value == "OK"
+        assert values["rpc.response.status_code"].string_value == "OK"
         assert values["tailcast.inference_s"].double_value > 0
         assert 0 < span.end_time_unix_nano - span.start_time_unix_nano < PATIENCE_S * 1e9
 

@@ -25,7 +25,7 @@ from predictors.hosting.process import PortFile
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.errors import UnauthenticatedError
-from predictors.service.security import BearerTokens, grpc_credentials
+from predictors.service.security import BearerTokens, Certificates
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import PredictionRequest
 from tests.predictors import fakes
@@ -390,7 +390,7 @@ def test_bad_files_of_a_server_are_named(tmp_path: Path, pki: Path, option: str)
     for name in ("nothing", "text"):
         files = server_files(pki, mutual=True) | {option: str(tmp_path / name)}
         with pytest.raises(InputError, match=option):
-            grpc_credentials(fakes.serve_config(**files))
+            Certificates(fakes.serve_config(**files))
 
 
 async def test_bad_files_of_a_client_are_named(pki: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from predictors.artifact import open_artifact
+from predictors.client import SyncPredictor
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
+from predictors.runtime import open_runtime
 from scheduler_core.errors import MissingExtraError
+from scheduler_core.prediction.predictor import PredictionRequest
+from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import (
     CHAT,
     break_off,
@@ -114,6 +120,80 @@ async def test_a_request_has_a_span_with_its_parts(
     }
     assert request.status.status_code is StatusCode.UNSET
     assert PROMPT not in str([(span.name, span.attributes, span.events) for span in named.values()])
+
+
+async def test_a_service_that_predicts_continues_the_trace(
+    spans: InMemorySpanExporter, artifact_folder: Path
+) -> None:
+    named: dict[str, Any] = {"served_model": None}  # the predictor gets that of the request
+    async with (
+        running_server(open_runtime(artifact_folder), traces=True) as (_, address),
+        running_engine() as fake,
+        running_proxy(fake.url, predictor=f"grpc://{address}", traces=True, engine="vllm", **named) as proxy,
+    ):
+        traces = [f"{number:032x}" for number in range(1, 5)]
+        states = ["vendor=7", "", f"vendor={'7' * 250},other={'8' * 250}", "vendor=7"]
+        models = ["tiny-llm"] * 3 + ["unknown"]
+        posts = (
+            proxy.post(
+                chat(PROMPT, model=model), {"traceparent": f"00-{trace_id}-{PARENT}-01", "tracestate": state}
+            )
+            for trace_id, state, model in zip(traces, states, models, strict=True)
+        )
+        assert [status for status, _ in await asyncio.gather(*posts)] == [200] * 4
+        await until(lambda: len(spans.get_finished_spans()) == 16)
+    finished = spans.get_finished_spans()
+    for trace_id, state, model in zip(traces, states, models, strict=True):
+        of_trace = {one.name: one for one in finished if f"{one.context.trace_id:032x}" == trace_id}
+        request, predict, served, engine = (
+            of_trace[name] for name in (f"chat {model}", "predict", "Predict", "engine")
+        )
+        assert f"{request.parent.span_id:016x}" == PARENT
+        assert [predict.parent.span_id, engine.parent.span_id] == [request.context.span_id] * 2
+        assert served.parent.span_id == predict.context.span_id
+        assert served.parent.is_remote
+        assert (predict.kind, served.kind) == (SpanKind.CLIENT, SpanKind.SERVER)
+        assert predict.start_time <= served.start_time <= served.end_time <= predict.end_time
+        # More than W3C has systems pass on would take what gRPC allows for all metadata.
+        assert served.context.trace_state.to_header() == (state if len(state) <= 512 else "")
+        values = dict(served.attributes)
+        assert values["tailcast.artifact_version"] == open_artifact(artifact_folder).manifest.artifact_version
+        if model == "unknown":
+            assert predict.attributes["error.type"] == "refused"
+            assert values["error.type"] == "INVALID_ARGUMENT"
+            continue
+        assert "error.type" not in predict.attributes
+        assert values["tailcast.batch_size"] >= 1
+        assert 0 <= values["tailcast.queue_s"] <= (served.end_time - served.start_time) / 1e9
+    assert PROMPT not in str([(one.name, one.attributes, one.events) for one in finished])
+
+
+async def test_clients_send_the_span_of_their_caller(
+    spans: InMemorySpanExporter, artifact_folder: Path
+) -> None:
+    requests = [PredictionRequest(f"r{number}", PROMPT, 100) for number in range(3)]
+    async with running_server(open_runtime(artifact_folder), traces=True) as (_, address):
+        with SyncPredictor(address) as blocking:
+            with trace.get_tracer("test").start_as_current_span("caller"):
+                await asyncio.to_thread(blocking.predict, requests)
+            await asyncio.to_thread(blocking.predict, requests[:1])
+        await until(lambda: len(spans.get_finished_spans()) == 5)
+    finished = spans.get_finished_spans()
+    [caller] = [one for one in finished if one.name == "caller"]
+    parents = [one.parent and one.parent.span_id for one in finished if one.name == "PredictBatch"]
+    assert parents == [caller.context.span_id] * 3 + [None]
+
+
+@pytest.mark.parametrize("module", ["opentelemetry", "grpc"])
+def test_a_client_without_traces_does_not_load_opentelemetry(module: str) -> None:
+    """Its import takes longer than that of the client."""
+    code = (
+        "import sys; from predictors.client import ClientSettings\n"
+        "assert ClientSettings(token='a').predict_options(1.0)['metadata'] == (('authorization', 'Bearer a'),)\n"
+        "print([name for name in sys.modules if name.startswith(sys.argv[1])] != [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, module], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == str(module == "grpc"), done.stderr
 
 
 def test_names_are_those_of_the_conventions() -> None:
