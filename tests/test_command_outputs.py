@@ -48,12 +48,13 @@ COMMANDS = {
     "simulate capacity": "--trace {trace} --json {json} --at_most.ttft_s 1",
     "simulate replicas": "--trace {trace} --json {json} --at_most.ttft_s 1",
     "simulate tiers": "--workload.tiers.num_tiers 2 --cluster.num_replicas 2 --json {json}",
-    "simulate calibrate": "--url http://127.0.0.1:9/v1 --served_model m --json {json}",
+    "simulate calibrate": "--measurements {measurements} --json {json}",
 }
 #: Options whose value is more than a path.
 VALUES = {
     "compare": '["other={}"]',
     "more_artifacts": '["{}"]',
+    "measurements": '["{}"]',
     "vary": '{"trace": ["{}"]}',
     "workload": '{"lengths": {"file": "{}", "output": null}}',
     "lengths": '{"file": "{}", "output": null}',

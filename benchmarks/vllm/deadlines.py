@@ -50,7 +50,7 @@ from benchmarks.vllm.server import MODEL, EngineServer, StepTail, engine_server,
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.shell.files import write_json
-from scheduler_core.simulator.commands.calibrate import StepTimeFit
+from scheduler_core.simulator.measurements.fit import StepTimeFit
 from scheduler_core.simulator.step_time.base import LinearStepTime
 
 #: Requests and slots of the first run.

@@ -10,8 +10,9 @@ import numpy as np
 from benchmarks.vllm.clock import step_work
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.commands.calibrate import StepSample, StepTimeFit, fit_step_time
 from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.measurements.fit import StepTimeFit, fit_step_time
+from scheduler_core.simulator.measurements.steps import step_of_log
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
@@ -80,8 +81,7 @@ def calibrated(steps: Steps) -> StepTimeFit:
     Raises:
         InputError: There are too few steps.
     """
-    samples = [StepSample(float(step[1]), step_work(step)) for step in steps]
-    return fit_step_time(samples)
+    return fit_step_time([step_of_log(step) for step in steps])
 
 
 def simulated(

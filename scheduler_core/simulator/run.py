@@ -19,6 +19,7 @@ from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.latencies import distribution_figure, group_field, latency_curves, latency_table
 from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.measurements.steps import Region
 from scheduler_core.simulator.metrics import predictor_statistics, run_metrics, summary
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.steady_state import unsteady
@@ -296,6 +297,7 @@ def result_warnings(
     - trace: what of its source is not in it, see `Trace.problem`.
     - closed_loop: agents had no more turns before the horizon, so that fewer sessions competed.
     - kv_cache: it is larger than the memory of the device of a roofline.
+    - region: steps are larger than those to which the step times are fitted.
     - tiers: the router orders by tier and the replicas' queues do not; headroom without targets that it could adapt to.
     - steady_state: see `unsteady`.
     - predictions: requests without one although there is a predictor.
@@ -308,6 +310,7 @@ def result_warnings(
                 "some agents had no more turns before horizon_s; use more workload.num_requests"
             )
     warnings["kv_cache"] = _kv_cache_problem(config)
+    warnings["region"] = _extrapolation(config, metrics, records)
     warnings["tiers"] = _tiers_problem(config, records)
     warnings["steady_state"] = unsteady([metrics["steady_state"]], config.trace_repeat)
     num, parts = len(trace), []
@@ -324,6 +327,30 @@ def result_warnings(
         )
     warnings["predictions"] = "; ".join(parts)
     return {kind: text for kind, text in warnings.items() if text}
+
+
+def _extrapolation(
+    config: SimulationConfig, metrics: Mapping[str, Any], records: Sequence[RequestRecord]
+) -> str | None:
+    """Says that steps were larger than those measured by `simulate calibrate`, from the most requests of a replica at a time."""
+    if not isinstance(config.step_time_parameters, str):
+        return None
+    region, limits = Region.of_file(config.step_time_parameters), config.scheduler
+    if region is None or not records:
+        return None
+    at_once = {}
+    for name in {record.replica_id for record in records}:
+        own = [record for record in records if record.replica_id == name]
+        times = np.array([record.first_scheduled_s for record in own] + [record.finish_s for record in own])
+        changes = np.repeat([1, -1], len(own))[np.lexsort((np.repeat([1, 0], len(own)), times))]
+        at_once[name] = int(np.cumsum(changes).max())
+    prompt = max(record.prompt_tokens for record in records)
+    largest = {
+        "decodes": min(max(at_once.values()), limits.max_num_seqs),
+        "context_tokens": metrics["peak_kv_usage"] * limits.num_kv_blocks * limits.kv_block_tokens,
+        "prefill_tokens": min(prompt, limits.max_num_batched_tokens),
+    }
+    return region.exceeded(largest)
 
 
 def _kv_cache_problem(config: SimulationConfig) -> str | None:

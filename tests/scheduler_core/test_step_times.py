@@ -1,11 +1,6 @@
-"""Models of step times: by hand, step by step, and found again by `simulate calibrate` from measurements."""
+"""Models of step times: by hand, and step by step."""
 
-import asyncio
-import json
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,26 +11,18 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
-from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_core.engine.decision_log import DecisionLog
-from scheduler_core.engine.plan import PrefillChunk, StepResult
-from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.policies import make_policy
-from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.commands import calibrate
-from scheduler_core.simulator.commands.calibrate import EngineCalibrationConfig, StepSample, fit_step_time
-from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
+from scheduler_core.engine.plan import PrefillChunk
+from scheduler_core.errors import InputError
+from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import make_step_time, operator_table
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepTime
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
-from tests.fake_openai import event, running
-from tests.scheduler_core.helpers import PLAIN, random_trace, request, simulate, token_times
-from tests.waiting import taken
+from tests.scheduler_core.helpers import PLAIN
 
 TABLE = operator_table.OperatorTable(
     num_layers=2, tokens_s=1e-4 + 1e-6 * np.arange(129),
@@ -147,12 +134,12 @@ def test_a_roofline_is_near_a_profile() -> None:
 
 
 def test_a_roofline_reads_weights_at_least_once_and_knows_its_room() -> None:
-    model = RooflineStepTime(overhead_s=0.0, memory_efficiency=1.0)
+    model = RooflineStepTime(layer_s=0.0, memory_efficiency=1.0)
     size, gpu = MODELS["llama-3-8b"], GPUS["a100-80gb"]
     floor_s = 2 * (size.layer_parameters + size.vocabulary * size.hidden) / gpu.bytes_per_s
     assert model.step_s(StepWork((), [0])) == pytest.approx(floor_s, rel=1e-3)
-    room = 0.9 * 80e9 - 2 * size.num_parameters
-    assert model.num_kv_blocks() == int(room // (131_072 * 16))
+    room = 0.9 * gpu.memory_bytes - 2 * size.num_parameters
+    assert model.num_kv_blocks() == pytest.approx(room // (131_072 * 16), rel=0.03), "beside activations"
     with pytest.raises(InputError, match="tensor_parallel"):
         RooflineStepTime(model="llama-2-70b").num_kv_blocks()
 
@@ -225,171 +212,3 @@ def test_models_are_made_by_name() -> None:
     assert make_step_time("quadratic", {"preset": "a5000-4b"}) == PRESETS["a5000-4b"]
     assert (PRESETS["a100-4b"].alpha_1, PRESETS["a5000-7b"].gamma_2) == (1.46584975e-09, 2.72656264e-02)
     assert make_step_time("quadratic", {"beta": 2.0}) == QuadraticStepTime(beta=2.0)
-
-
-def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0) -> list[Probe]:
-    """What a client would see of an engine with these step times."""
-    trace = random_trace(num, seed=seed, rate_rps=rate_rps, cap=120, most_prompt=600)
-    log = DecisionLog()
-    simulate(trace, log=log, scheduler=LIMITS, step_time=step_time, exact_steps=True)
-    times = token_times(log)
-    return [
-        Probe(
-            request_id=row.request_id, sent_s=row.arrival_s, prompt_tokens=row.prompt_tokens,
-            max_tokens=row.max_tokens, token_s=times[row.request_id], output_tokens=row.output_tokens,
-        )
-        for row in trace.requests
-    ]  # fmt: skip
-
-
-def test_step_times_are_found_again_from_the_times_of_tokens() -> None:
-    fit = fit_step_time(calibrate.step_samples(measured(TRUE, 6.0)))
-    for name in ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s"):
-        assert fit.parameters[name] == pytest.approx(getattr(TRUE, name), rel=0.1), name
-    assert fit.median_error < 0.02
-    assert fit.num_outliers < 0.2 * fit.num_samples
-    unseen = calibrate.latency_error(measured(TRUE, 20.0, seed=1), fit.step_time, LIMITS)
-    assert unseen["num_requests"] == 80
-    assert all(abs(error) < 0.1 for error in unseen["error"].values()), unseen
-
-
-def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
-    """2 % of the steps take 20 times as long: they are left out, but queues follow the mean of all steps."""
-    rng = np.random.default_rng(0)
-    samples = []
-    for one in calibrate.step_samples(measured(TRUE, 6.0)):
-        factor = float(np.exp(rng.normal(0, 0.1))) * (20.0 if rng.random() < 0.02 else 1.0)
-        samples.append(StepSample(one.seconds * factor, one.work))
-    fit = fit_step_time(samples)
-    assert fit.num_outliers > 0.01 * len(samples)
-    total = sum(one.seconds for one in samples)
-    assert sum(fit.step_time.step_s(one.work) for one in samples) == pytest.approx(total)
-    assert total > 1.2 * sum(TRUE.step_s(one.work) for one in samples)
-    ratios = [fit.parameters[name] / getattr(TRUE, name) for name in ("base_s", "per_prefill_token_s")]
-    assert ratios[0] == pytest.approx(ratios[1], rel=0.2)
-
-
-def test_the_parts_of_a_load_are_all_its_requests() -> None:
-    config = EngineCalibrationConfig(json="", url="http://x/v1", served_model="m", num_requests=20)
-    rng = np.random.default_rng(0)
-    ids = [one.request_id for index in range(3) for one in calibrate.draw_probes(config, 2.0, index, rng)]
-    assert ids == [f"r{number}" for number in range(20)]
-
-
-def test_no_time_is_ever_negative() -> None:
-    works = [StepWork((), [100 * place] * (place + 1)) for place in range(20)]
-    fit = fit_step_time([StepSample(1.0 - 0.01 * place, work) for place, work in enumerate(works)])
-    assert all(value >= 0 for value in fit.parameters.values())
-    with pytest.raises(InputError, match="measured steps"):
-        fit_step_time([StepSample(1.0, works[0])] * 3)
-
-
-def probes(*prompts: str) -> list[Probe]:
-    return [
-        Probe(request_id=f"r{number}", arrival_s=0.05 * number, prompt=prompt, max_tokens=5 + number)
-        for number, prompt in enumerate(prompts)
-    ]
-
-
-def test_a_live_engine_is_asked_in_time_and_all_tokens_are_noted() -> None:
-    rng = np.random.default_rng(0)
-    sent = probes(*(random_prompt(10 + number, rng) for number in range(6)), "fail please")
-    with fake_engine(LinearStepTime(base_s=0.002), LIMITS) as url:
-        counted: list[int] = []
-        start_s = time.perf_counter()
-        send(Endpoint(url=url, served_model="m"), sent, start_s, progress=counted.append)
-        with pytest.raises(TailcastError, match="503"):
-            send(Endpoint(url=url, served_model="m"), probes("fail"), start_s)
-    assert sum(counted) == 7
-    assert (sent[-1].error or "").startswith("HTTP 503")
-    for number, one in enumerate(sent[:-1]):
-        assert one.error is None
-        assert (one.prompt_tokens, one.output_tokens) == (10 + number, 5 + number)
-        assert len(one.token_s) == one.output_tokens
-        assert one.arrival_s <= one.sent_s < one.token_s[0]
-        assert one.token_s == sorted(one.token_s)
-
-
-def test_nobody_there_and_wrong_values_are_told() -> None:
-    with pytest.raises(TailcastError, match="all requests failed"):
-        send(Endpoint(url="http://127.0.0.1:9/v1", served_model="m"), probes("x"), 0.0)
-    wrong: list[tuple[str, Any]] = [("url", "ftp://x"), ("prompt_words", (9, 3))]
-    for name, value in wrong:
-        values: dict[str, Any] = {"json": "", "url": "http://x/v1", "served_model": "m", name: value}
-        with pytest.raises(InputError, match=name):
-            EngineCalibrationConfig(**values)
-
-
-@pytest.mark.mend
-@pytest.mark.parametrize("user", ["user:secret", ":secret", "secret"])
-def test_a_password_in_the_address_of_the_engine_is_refused(user: str) -> None:
-    """It was in error messages and in the result."""
-    with pytest.raises(InputError, match="url: got .*without user or password") as caught:
-        Endpoint(url=f"http://{user}@127.0.0.1:9/v1", served_model="m")
-    assert "secret" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_live_engine_is_calibrated_on_one_load_and_predicted_on_another() -> None:
-    true = LinearStepTime(base_s=0.03, per_prefill_token_s=4e-4, per_decode_s=3e-3, per_context_token_s=0.0)
-    loads: dict[str, Any] = {"json": "", "rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
-    loads |= {"prompt_words": (8, 300), "output_tokens": (5, 30), "scheduler": LIMITS}
-    with fake_engine(true, LIMITS) as url:
-        result = calibrate.run_calibration(EngineCalibrationConfig(url=url, served_model="m", **loads))
-    written = json.loads(json.dumps(result))
-    again = make_step_time(written["step_time"]["name"], written["step_time"]["parameters"])
-    assert isinstance(again, LinearStepTime)
-    # The engine sleeps, so its steps are never shorter than they should be, and longer on a busy machine.
-    assert again.base_s == pytest.approx(true.base_s, rel=0.5)
-    assert again.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.5)
-    assert abs(result["held_out"]["error"]["ttlt_s"]) < 0.3
-    assert result["held_out"]["num_failed"] == 0
-
-
-class _Stepping:
-    """Steps of the very scheduler, each of which lasts as long as the model of step times says."""
-
-    def __init__(self, step_time: StepTime, limits: SchedulerConfig) -> None:
-        self._core, self._step_time = Scheduler(limits, make_policy("fcfs")), step_time
-        #: By request: of each of its tokens whether it is the last.
-        self._streams: dict[str, asyncio.Queue[bool]] = {}
-        self._steps: asyncio.Task[None] | None = None
-
-    async def __call__(self, sent: web.Request, body: bytes) -> web.StreamResponse:
-        content, now = json.loads(body), time.monotonic()
-        if content["prompt"].startswith("fail"):
-            return web.Response(status=503, text="overloaded")
-        name, num, limit = f"r{len(self._streams)}", len(content["prompt"].split()), content["max_tokens"]
-        self._streams[name] = asyncio.Queue()
-        self._core.add(request(name, now, num, limit), now)
-        if self._steps is None or self._steps.done():
-            self._steps = asyncio.create_task(self._run())
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(sent)
-        is_last = False
-        while not is_last:
-            is_last = await self._streams[name].get()
-            await response.write(event({"choices": [{"text": " x"}]}))
-        usage = {"prompt_tokens": num, "completion_tokens": limit}
-        await response.write(event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
-        return response
-
-    async def _run(self) -> None:
-        core = self._core
-        while core.num_running + core.num_waiting:
-            start = time.monotonic()
-            plan = core.schedule(start)
-            assert plan is not None
-            contexts = [state.num_computed_tokens for state in core.decoding]
-            seconds = self._step_time.step_s(StepWork(plan.prefills, contexts))
-            await taken(start + seconds - time.monotonic())
-            finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
-            for name in [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]:
-                self._streams[name].put_nowait(name in finished)
-
-
-@contextmanager
-def fake_engine(step_time: StepTime, limits: SchedulerConfig) -> Iterator[str]:
-    """Serves a fake engine; gives its base URL. A prompt "fail" gets an error."""
-    with running(_Stepping(step_time, limits)) as (engine,):
-        yield f"{engine.url}/v1"

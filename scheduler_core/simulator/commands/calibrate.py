@@ -1,4 +1,4 @@
-"""`simulate calibrate`: fits linear step times to a live engine, and validates it on another load."""
+"""`simulate calibrate`: fits step times to measurements of an engine, with their errors and missing points."""
 
 from __future__ import annotations
 
@@ -6,141 +6,255 @@ import logging
 import math
 import os
 import time
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import make_policy
-from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.shell.command import CHECK_FAILED, report_left_out
 from scheduler_core.shell.files import writable_target, write_json
 from scheduler_core.shell.progress import progress_bar
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.measurements.fit import PARAMETERS, StepTimeFit, fit_step_time, validated_fit
+from scheduler_core.simulator.measurements.prometheus import watch_metrics
+from scheduler_core.simulator.measurements.requests import request_measurements
+from scheduler_core.simulator.measurements.sources import Source, metrics_source, read_sources
+from scheduler_core.simulator.measurements.steps import Region, missing_points
+from scheduler_core.simulator.step_time.base import StepTime
+from scheduler_core.simulator.trace import MAX_TIME_S, Trace, TraceRequest
 from scheduler_core.simulator.trace_predictions import Predictions
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = "tailcast.calibration/1"
-#: Steps whose relative error exceeds this multiple of the median error are outliers and left out.
-OUTLIER = 5.0
-#: Fitted parameters of `LinearStepTime`.
-PARAMETERS = ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s")
 #: Each load is measured in so many parts, alternately with the other, so that a slowdown of the machine affects both.
 ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCalibrationConfig(Endpoint):
-    """Measure a live OpenAI-compatible engine at one load, fit step times, and predict another load.
+class EngineCalibrationConfig:
+    """Fit step times to measurements of an engine: what it or its clients have written, or a load that this command sends.
 
-    The API key is read from the environment variable OPENAI_API_KEY.
+    With several files of requests, each is predicted from the others. Give one source: measurements, metrics_url, or url.
     """
 
+    INPUTS = ("measurements",)
     OUTPUTS = ("json",)
 
     json: str
-    """Path of the result: the model with its parameters for simulate run, and the errors on both loads."""
+    """Path of the result: the model with its parameters for simulate run, its errors, and what it was measured on."""
     overwrite: bool = False
     """Replace existing output files."""
+    measurements: list[str] = field(default_factory=list)
+    """Files, recognized by their content: results of vllm bench serve --save-detailed (one for each rate); the feedback log of
+    tailcast-proxy, or its folder; the log of vLLM's server, best with --enable-logging-iteration-details; two or more scrapes
+    of its /metrics, in one file or several; a range query of Prometheus for {__name__=~"vllm:.*"} (JSON)."""
+    metrics_url: str | None = None
+    """Address of /metrics of a running vLLM, which is scraped for duration_s."""
+    duration_s: float = 300.0
+    """metrics_url: seconds of the measurement."""
+    interval_s: float = 10.0
+    """metrics_url: seconds between two scrapes."""
+    url: str | None = None
+    """Base address of an engine with an OpenAI-compatible API, such as http://127.0.0.1:8000/v1, to which two loads are sent:
+    the fitted model of the first predicts the second. The API key is read from the environment variable OPENAI_API_KEY."""
+    served_model: str | None = None
+    """url: name of the served model."""
+    timeout_s: float = 60.0
+    """Seconds without data after which a response has failed."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """url: further fields of each request; {ignore_eos: true} makes vLLM generate max_tokens tokens."""
     rate: float = 1.0
-    """Requests per second of the load to which the model is fitted."""
+    """url: requests per second of the load to which the model is fitted."""
     held_out_rate: float = 2.0
-    """Requests per second of the load that the fitted model predicts."""
+    """url: requests per second of the load that the fitted model predicts."""
     num_requests: int = 60
-    """Number of requests of each load."""
+    """url: number of requests of each load."""
     prompt_words: tuple[int, int] = (8, 512)
-    """Minimum and maximum length of prompts in words (about as many tokens), log-uniformly distributed."""
+    """url: minimum and maximum length of prompts in words (about as many tokens), log-uniformly distributed."""
     output_tokens: tuple[int, int] = (8, 128)
-    """Minimum and maximum of max_tokens, log-uniformly distributed."""
+    """url: minimum and maximum of max_tokens, log-uniformly distributed."""
     seed: int = 0
-    """Seed of prompts and arrivals."""
-    max_error: float = 0.3
-    """Largest relative error of the mean TTLT of the held-out load; beyond it the command ends with an error and exit code 3."""
+    """url: seed of prompts and arrivals."""
+    step_time_model: str = "linear"
+    """Model to fit: linear, quadratic, staircase, or roofline (its efficiencies and time per layer)."""
+    step_time_parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters that are not fitted, such as {model: llama-3-8b, gpu: h100-80gb} for roofline."""
+    max_error: float = 0.2
+    """Largest relative error; beyond it the command ends with exit code 3. It is compared with the median error of held-out
+    steps, the median bias of each kind of steps, and the error of the mean TTLT of held-out requests."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Limits of the measured engine, as configured at its start."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        positive = dict.fromkeys(("rate", "held_out_rate", "timeout_s", "max_error"), (POSITIVE, FINITE))
-        check_ranges(self, num_requests=(10, 1_000_000), **positive)
+        sources = [name for name in ("measurements", "metrics_url", "url") if getattr(self, name)]
+        if len(sources) != 1:
+            raise InputError("measurements, metrics_url, url", sources, "one of them")
+        positive = ("rate", "held_out_rate", "timeout_s", "max_error")
+        check_ranges(self, num_requests=(10, 1_000_000), **dict.fromkeys(positive, (POSITIVE, FINITE)))
+        check_ranges(self, interval_s=(0.001, MAX_TIME_S), duration_s=(self.interval_s, MAX_TIME_S))
         for name in ("prompt_words", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
                 raise InputError(name, (low, high), "two integers > 0 in ascending order")
+        check_choice("step_time_model", self.step_time_model, PARAMETERS)
+        if self.url is not None:
+            self.endpoint()
+
+    def endpoint(self) -> Endpoint:
+        """The live engine; `InputError` without a served model, or if the address is not one."""
+        if not self.served_model:
+            raise InputError("served_model", self.served_model, "the name of the served model, with url")
+        return Endpoint(
+            url=str(self.url),
+            served_model=self.served_model,
+            timeout_s=self.timeout_s,
+            extra_body=self.extra_body,
+        )
 
 
 def run(config: EngineCalibrationConfig) -> int:
-    """Runs `simulate calibrate`; the exit code is 3 if the held-out error is too large, or most requests failed."""
+    """Runs `simulate calibrate`; the exit code is 3 if an error is too large, or most of the input was left out."""
     target = writable_target(config.json, "json")
-    with progress_bar(2 * config.num_requests, "req", enabled=None, desc="measuring") as bar:
-        api_key = os.environ.get("OPENAI_API_KEY")
-        result = run_calibration(config, api_key=api_key, progress=bar.update)
-    error = result["held_out"]["error"].get("ttlt_s", math.inf)
-    text = f"error of the mean ttlt of the held-out load {100 * error:+.1f} %"
-    warnings = {}
-    if not abs(error) <= config.max_error:
-        warnings["held_out_error"] = (
-            f"{text}, more than {100 * config.max_error:g} %: these step times do not describe the engine; check the limits "
-            "--scheduler.*, use more requests, or rates nearer to those to simulate"
-        )
-    write_json(target, {"schema": SCHEMA, **result, "warnings": warnings})
-    if warnings:
-        logger.error(warnings["held_out_error"])
+    if config.url is not None:
+        with progress_bar(2 * config.num_requests, "req", enabled=None, desc="measuring") as bar:
+            api_key = os.environ.get("OPENAI_API_KEY")
+            sources = probe_engine(config, api_key=api_key, progress=bar.update)
+        result = calibrate(config, sources[:1], sources[1:])
+    elif config.metrics_url is not None:
+        logger.info("scraping %s for %g s", config.metrics_url, config.duration_s)
+        url, timeout_s = config.metrics_url, config.timeout_s
+        scrapes = watch_metrics(url, config.duration_s, config.interval_s, timeout_s)
+        sources = [metrics_source(scrapes, config.scheduler)]
+        result = calibrate(config, sources)
     else:
-        logger.info(text)
-    loads = [result["fitted"], result["held_out"]]
-    num_failed, num = (sum(load[name] for load in loads) for name in ("num_failed", "num_requests"))
-    reasons = {result["first_failure"] or "": num_failed} if num_failed else {}
-    code = report_left_out(reasons, num + num_failed, "requests")
-    return CHECK_FAILED if warnings else code
+        sources = read_sources(config.measurements, config.scheduler)
+        result = calibrate(config, sources)
+    write_json(target, {"schema": SCHEMA, **result})
+    for name, text in result["summary"].items():
+        logger.info("%s: %s", name, text)
+    for text in result["warnings"].values():
+        logger.warning("%s", text)
+    left_out: Counter[str] = sum((source.left_out for source in sources), Counter())
+    code = report_left_out(left_out, sum(source.num_rows for source in sources), "rows")
+    return CHECK_FAILED if any(kind.startswith("error") for kind in result["warnings"]) else code
 
 
-def run_calibration(
+def calibrate(
+    config: EngineCalibrationConfig, sources: Sequence[Source], held_out: Sequence[Source] = ()
+) -> dict[str, Any]:
+    """Fits the model to the steps of the sources, and predicts the requests of each source that has them.
+
+    Requests of `held_out` are predicted by the fit, and those of a source by a fit to the others, if there are others.
+    The result has `step_time` (name and parameters, for `make_step_time`), `intervals`, `num_steps`, `num_outliers`,
+    `median_step_error`, `held_out_step_errors` (see `validated_fit`), `biases`, `region`, `loads` (`latency_error` of each
+    source with requests, with its name, and whether it is held out), `summary`, `warnings` by kind, and `config`. Errors
+    beyond `max_error` are warnings whose kind begins with "error".
+    """
+    name, fixed, limits = config.step_time_model, config.step_time_parameters, config.scheduler
+    measurements = [step for source in sources for step in source.measurements]
+    fit = validated_fit(measurements, name, fixed)
+    region = Region.of(measurements)
+    loads = [load_error(source, fit.step_time, limits) | {"held_out": True} for source in held_out]
+    with_requests = [source for source in sources if source.probes and source.measurements]
+    for source in with_requests:
+        others = [step for other in sources if other is not source for step in other.measurements]
+        step_time = fit_step_time(others, name, fixed).step_time if others else fit.step_time
+        loads.append(load_error(source, step_time, limits) | {"held_out": bool(others)})
+    result = {
+        "config": asdict(config),
+        "step_time": {"name": name, "parameters": fit.parameters},
+        "intervals": fit.intervals,
+        "num_steps": fit.num_samples,
+        "num_outliers": fit.num_outliers,
+        "median_step_error": fit.median_error,
+        "held_out_step_errors": fit.held_out_errors,
+        "biases": fit.biases,
+        "region": region.to_json(),
+        "loads": loads,
+    }
+    return result | {
+        "summary": _summary(fit, region, loads),
+        "warnings": _problems(fit, loads, config) | missing_points(region, limits),
+    }
+
+
+def _summary(fit: StepTimeFit, region: Region, loads: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What a person should read of a fit, by name."""
+    parameters = ", ".join(
+        f"{name} {fit.parameters[name]:.3g} ({low:.3g} to {high:.3g})"
+        for name, (low, high) in fit.intervals.items()
+    )
+    errors = {name: 100 * value for name, value in fit.held_out_errors.items()}
+    ranges = ", ".join(f"{name} {low:,.0f} to {high:,.0f}" for name, (low, high) in region.to_json().items())
+    summary = {
+        f"{fit.name} (95 % intervals)": parameters,
+        "held-out steps": f"median error {errors['median']:.1f} %, P90 {errors['p90']:.1f} %, of {fit.num_samples}",
+        "measured region, per step": ranges,
+    }
+    for load in loads:
+        parts = [f"{name} {100 * value:+.1f} %" for name, value in load["error"].items()]
+        kind = "held out" if load["held_out"] else "fitted"
+        summary[f"{load['name']} ({kind}), errors of means"] = ", ".join(parts)
+    return summary
+
+
+def _problems(
+    fit: StepTimeFit, loads: Sequence[dict[str, Any]], config: EngineCalibrationConfig
+) -> dict[str, str]:
+    """The errors that are too large, as sentences by kind."""
+    limit, problems = config.max_error, {}
+    advice = (
+        f"more than {100 * limit:g} %: a {fit.name} model does not describe this engine; check --scheduler.*, or fit another "
+        "--step_time_model"
+    )
+    if not fit.held_out_errors["median"] <= limit:
+        problems["error_steps"] = (
+            f"the median error of held-out steps is {100 * fit.held_out_errors['median']:.0f} %, {advice}"
+        )
+    kind, bias = max(fit.biases.items(), key=lambda item: abs(item[1]), default=("", 0.0))
+    if not abs(bias) <= limit:
+        problems["error_kind"] = f"steps with {kind} are predicted {100 * bias:+.0f} % off, {advice}"
+    for load in loads:
+        error = load["error"].get("ttlt_s", math.inf)
+        if not abs(error) <= limit:
+            problems[f"error_{load['name']}"] = (
+                f"the mean TTLT of {load['name']} is predicted {100 * error:+.0f} % off, {advice}"
+            )
+    return problems
+
+
+def probe_engine(
     config: EngineCalibrationConfig,
     *,
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Measures both loads alternately, and fits the model to the first.
-
-    The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` and `num_outliers`
-    (measured steps, and those left out of the fit), `median_step_error` and `held_out_median_step_error`
-    (relative, for a step of each load), `fitted` and `held_out` (`latency_error` of each load), `first_failure` (the reason
-    of the first failed request, None without one), and `config`.
-    """
+) -> list[Source]:
+    """Sends both loads alternately to the live engine: the sources of the first and the held-out load."""
+    endpoint = config.endpoint()
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     start_s = time.perf_counter()
-    first: list[Probe] = []
-    second: list[Probe] = []
-    loads = (first, config.rate, generators[0]), (second, config.held_out_rate, generators[1])
+    rates = config.rate, config.held_out_rate
+    pairs: list[tuple[list[Probe], float, np.random.Generator]] = [
+        ([], rate, rng) for rate, rng in zip(rates, generators, strict=True)
+    ]
     for index in range(ROUNDS):
-        for probes, rate, rng in loads:
+        for probes, rate, rng in pairs:
             part = draw_probes(config, rate, index, rng)
-            send(config, part, start_s, api_key=api_key, progress=progress)
+            send(endpoint, part, start_s, api_key=api_key, progress=progress)
             probes += part
-    fit = fit_step_time(step_samples(first))
-    errors = [abs(fit.step_time.step_s(step.work) / step.seconds - 1) for step in step_samples(second)]
-    return {
-        "config": asdict(config),
-        "step_time": {"name": "linear", "parameters": fit.parameters},
-        "num_steps": fit.num_samples,
-        "num_outliers": fit.num_outliers,
-        "median_step_error": fit.median_error,
-        "held_out_median_step_error": float(np.median(errors)),
-        "fitted": latency_error(first, fit.step_time, config.scheduler),
-        "held_out": latency_error(second, fit.step_time, config.scheduler),
-        "first_failure": next((probe.error for probe in (*first, *second) if probe.error is not None), None),
-    }
+    sources = []
+    for probes, rate, _ in pairs:
+        steps, left_out = request_measurements(probes, config.scheduler.max_num_batched_tokens)
+        sources.append(Source(f"{rate:g} requests/s", steps, probes, left_out))
+    return sources
 
 
 def draw_probes(
@@ -161,39 +275,9 @@ def draw_probes(
     ]
 
 
-def step_samples(responses: Sequence[Probe]) -> list[StepSample]:
-    """Steps of the engine, inferred from the times of tokens.
-
-    The time between two tokens of a request is one step. Its decodes are all requests between their first and
-    last token; its prefills are the requests whose first token is at its end. The time to the first token of
-    a request on an idle engine is the step of its prompt. Responses with several tokens in a chunk yield no
-    steps, but are part of the work of other steps.
-    """
-    complete = [probe for probe in responses if probe.error is None]
-    samples = []
-    for probe in complete:
-        others = [other for other in complete if other is not probe]
-        if not any(other.sent_s < probe.token_s[0] and other.token_s[-1] > probe.sent_s for other in others):
-            chunk = PrefillChunk(probe.request_id, 0, probe.prompt_tokens, True)
-            samples.append(StepSample(probe.token_s[0] - probe.sent_s, StepWork((chunk,))))
-        if len(probe.token_s) == probe.output_tokens:
-            for before_s, after_s in pairwise(probe.token_s):
-                if after_s > before_s:
-                    samples.append(StepSample(after_s - before_s, _work(complete, before_s, after_s)))
-    return samples
-
-
-def _work(responses: Sequence[Probe], before_s: float, after_s: float) -> StepWork:
-    """The work of the engine between two tokens of a request."""
-    middle_s, late_s = (before_s + after_s) / 2, after_s + (after_s - before_s) / 2
-    chunks, contexts = [], []
-    for probe in responses:
-        first_s, last_s = probe.token_s[0], probe.token_s[-1]
-        if first_s <= middle_s < last_s:
-            contexts.append(probe.prompt_tokens + bisect_right(probe.token_s, middle_s) - 1)
-        elif middle_s < first_s <= late_s and probe.sent_s < middle_s:
-            chunks.append(PrefillChunk(probe.request_id, 0, probe.prompt_tokens, True))
-    return StepWork(tuple(chunks), contexts)
+def load_error(source: Source, step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
+    """`latency_error` of a source, with its name."""
+    return {"name": source.name} | latency_error(source.probes, step_time, limits)
 
 
 def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
@@ -206,13 +290,13 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
     complete = [probe for probe in responses if probe.error is None]
     rows = tuple(
         TraceRequest(
-            request_id=probe.request_id,
+            request_id=f"{number}-{probe.request_id}",
             arrival_s=probe.sent_s,
-            prompt_tokens=probe.prompt_tokens,
+            prompt_tokens=max(probe.prompt_tokens, 1),
             output_tokens=probe.output_tokens,
             max_tokens=max(probe.max_tokens, probe.output_tokens),
         )
-        for probe in complete
+        for number, probe in enumerate(sorted(complete, key=lambda probe: probe.sent_s))
     )
     scheduler = Scheduler(limits, make_policy("fcfs"))
     outcome = Simulation(Trace(rows), scheduler, step_time, Predictions()).run()
@@ -238,59 +322,3 @@ def _means(rows: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
     tpot_s = float(gaps.mean()) if len(gaps) else math.nan
     ttft_s, ttlt_s = float((first_s - arrival_s).mean()), float((last_s - arrival_s).mean())
     return {"ttft_s": ttft_s, "ttlt_s": ttlt_s, "tpot_s": tpot_s}
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """A measured step: its duration and its work."""
-
-    seconds: float
-    work: StepWork
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimeFit:
-    """A model fitted to steps without outliers; `parameters` are in seconds, `median_error` is the median of
-    |predicted - measured| / measured over all steps."""
-
-    step_time: StepTime
-    parameters: dict[str, float]
-    num_samples: int
-    num_outliers: int
-    median_error: float
-
-
-def fit_step_time(samples: Sequence[StepSample]) -> StepTimeFit:
-    """Fits step times by non-negative least squares of relative errors, a second time without outliers.
-    `InputError` if there are too few steps, a duration is not above 0, or the fit fails.
-
-    The steps must include prompts and decodes of different sizes. The fit is then scaled to the measured total time of all
-    steps, including outliers, because queues depend on the mean step time, and relative errors bias a fit to noisy steps
-    towards short ones (E[1/s] / E[1/s^2] instead of E[s], for steps of one size).
-    """
-    from scipy.optimize import nnls  # the simulator itself does not need scipy
-
-    seconds = np.array([sample.seconds for sample in samples])
-    if len(samples) < 2 * len(PARAMETERS) or not bool((seconds > 0).all()):
-        raise InputError("measured steps", len(samples), f"at least {2 * len(PARAMETERS)} with a time > 0")
-    works = [sample.work for sample in samples]
-    features = np.array(
-        [(1, one.num_prefill_tokens, len(one.contexts), one.num_context_tokens) for one in works], float
-    )
-    scale = np.maximum(features.max(axis=0), 1e-300)
-    regular = np.ones(len(samples), bool)
-    for _ in range(2):
-        relative = features[regular] / scale / seconds[regular, None]
-        weights = nnls(relative, np.ones(len(relative)))[0] / scale
-        errors = np.abs(features @ weights - seconds) / seconds
-        regular = errors <= OUTLIER * max(float(np.median(errors)), 1e-9)
-    weights = weights * seconds.sum() / float((features @ weights).sum())
-    errors = np.abs(features @ weights - seconds) / seconds
-    parameters = {name: float(value) for name, value in zip(PARAMETERS, weights, strict=True)}
-    return StepTimeFit(
-        LinearStepTime(**parameters),
-        parameters,
-        len(samples),
-        int((~regular).sum()),
-        float(np.median(errors)),
-    )
