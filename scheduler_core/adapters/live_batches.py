@@ -114,14 +114,6 @@ class LiveBatches(LiveOrder):
         """Notes which requests the engine has admitted."""
         self.unexecuted.difference_update(request_ids)
 
-    def progress(
-        self, request_id: str, num_tokens: int, num_computed_tokens: int, num_output_tokens: int, now: float
-    ) -> None:
-        """See `LiveOrder`."""
-        super().progress(request_id, num_tokens, num_computed_tokens, num_output_tokens, now)
-        if self.pool.evictions is not None and (state := self.states.get(request_id)) is not None:
-            self.pool.evictions.touch(state)
-
     def preempt(self, request_id: str, now: float) -> None:
         """Marks a running request as preempted if the plan has not done so."""
         state = self.states.get(request_id)

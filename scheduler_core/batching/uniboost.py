@@ -6,9 +6,9 @@ Source: Li et al., "Beyond Prediction: Tail-Aware Scheduling for LLM Inference",
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop
 from operator import attrgetter
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
@@ -87,29 +87,36 @@ class OneOrder(BatchFormer):
         later = _Later(pool.policy, ranked, self.swap_token_s, now)
         decodes, may_admit, kv = batch.own_decodes(), True, pool.kv
         head = self._head(pool, batch, now)
-        while batch.budget > 0 and len(batch.prefills) + len(decodes) < pool.max_num_seqs:
-            if ranked and (head is None or ranked[-1] < head):
-                *_, state = ranked.pop()
+        index, num, num_slots = 0, len(ranked), pool.max_num_seqs - len(batch.prefills) - len(decodes)
+        while batch.budget > 0 and num_slots > 0:
+            item = ranked[index] if index < num else None
+            if item is not None and (head is None or item < head):
+                index += 1
+                state = item[-1]
                 if state.status is not Status.RUNNING:
                     continue
                 if state.num_computed_tokens >= state.prefill_target_tokens:  # inlined for speed
                     if state.num_computed_tokens < state.kv_tokens:
                         decodes.append(state)
                         batch.budget -= 1
+                        num_slots -= 1
                         continue
                     if not kv.num_free_blocks and later.is_exhausted:
                         continue  # it is paused
-                num_evicted = len(batch.preempted)
+                num_evicted, later.first = len(batch.preempted), index
                 has_memory = self._grow(pool, batch, state, later, now)
                 if may_admit and len(batch.preempted) > num_evicted:
                     head = self._head(pool, batch, now)
                 if has_memory:
                     batch.add(state)
+                    num_slots -= 1
             elif head is not None:
                 *_, key, state = head
+                later.first = index
                 may_admit = self._admit(pool, batch, state, key, later, now)
                 if may_admit:
                     batch.add(state)
+                    num_slots -= 1
                 head = self._head(pool, batch, now) if may_admit else None
             else:
                 return
@@ -226,19 +233,19 @@ class _Later:
     """SELECTVICTIM among the running requests that a step has not processed yet.
 
     Attributes:
-        ranked: These requests, first in the order last; processed ones are popped.
+        first: Index of the first of these requests in `ranked`.
+        is_exhausted: There is no victim for the rest of the step.
     """
 
     def __init__(self, policy: Policy, ranked: list[Ranked], swap_token_s: float, now: float) -> None:
-        self.ranked = ranked
+        self.first, self.is_exhausted = 0, False
+        self._ranked = ranked
         self._policy = policy
         self._swap_token_s = swap_token_s
         self._now = now
-        #: (-level, at `LAST_RESORT`, swap_token_s n - Phi, index in `ranked`, Phi, request) of those that may be swapped out,
-        #: in the order in which they are; None: not computed yet.
-        self._victims: deque[Victim] | None = None
-        #: Whether there is no victim for the rest of the step.
-        self.is_exhausted = False
+        #: (-level, at `LAST_RESORT`, swap_token_s n - Phi, -index in `ranked`, Phi, request) of those that may be swapped out, a
+        #: heap in the order in which they are; None: not computed yet.
+        self._victims: list[Victim] | None = None
 
     def victim(self) -> RequestState | None:
         """The victim for a running request; None if there is none."""
@@ -248,27 +255,33 @@ class _Later:
 
     def victim_for(self, waiting: RequestState, limit: float) -> RequestState | None:
         """The victim for a waiting request: of a less urgent level, or unprotected and with a Phi above `limit`."""
-        for negative, last_resort, _, index, key, state in self._remaining():
-            if (negative, last_resort) > (-waiting.declared_level, False):
-                break
-            is_victim = negative < -waiting.declared_level or key > limit
-            if is_victim and index < len(self.ranked) and state.status is Status.RUNNING:
-                return state
-        return None
+        victims, own = self._remaining(), -waiting.declared_level
+        if not victims or victims[0][:2] > (own, False):
+            return None
+        first = min((item for item in victims if self._may_lose(item, own, limit)), default=None)
+        return None if first is None else first[-1]
 
-    def _remaining(self) -> deque[Victim]:
+    def _may_lose(self, item: Victim, own: int, limit: float) -> bool:
+        negative, last_resort, _, index, key, state = item
+        is_victim = negative < own or (negative == own and not last_resort and key > limit)
+        return is_victim and -index >= self.first and state.status is Status.RUNNING
+
+    def _remaining(self) -> list[Victim]:
         """Possible victims; the first of them has not been processed yet."""
         if self._victims is None:
-            self._victims = deque(sorted(self._evictable()))
-        victims, num = self._victims, len(self.ranked)
-        while victims and not (victims[0][3] < num and victims[0][-1].status is Status.RUNNING):
-            victims.popleft()
+            self._victims = list(self._evictable())
+            heapify(self._victims)
+        victims = self._victims
+        while victims and not (-victims[0][3] >= self.first and victims[0][-1].status is Status.RUNNING):
+            heappop(victims)
         return victims
 
     def _evictable(self) -> Iterator[Victim]:
-        for index, (level, *_, key, state) in enumerate(self.ranked):
+        eviction_key, now, swap_token_s = self._policy.eviction_key, self._now, self._swap_token_s
+        for index in range(self.first, len(self._ranked)):
+            level, *_, key, state = self._ranked[index]
             if state.status is Status.RUNNING:
-                limit = self._policy.eviction_key(state, self._now)
+                limit = eviction_key(state, now)
                 if limit > -math.inf:
-                    cost = self._swap_token_s * state.num_computed_tokens - key
-                    yield -level, limit <= LAST_RESORT, cost, index, key, state
+                    cost = swap_token_s * state.num_computed_tokens - key
+                    yield -level, limit <= LAST_RESORT, cost, -index, key, state

@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Generator, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -151,64 +152,55 @@ class EvictionQueue(LazyHeap):
         #: Requests whose key may have changed since the last `ranked`; None: all.
         self._changed: set[RequestState] | None = None
         self._ranked: list[Ranked] = []
-        self._ahead: set[RequestState] = set()
+        self._items: dict[RequestState, Ranked] = {}
+        self._ahead: frozenset[str] = frozenset()
 
     def push(self, state: RequestState, now: float) -> None:
         """See `LazyHeap`."""
         super().push(state, now)
-        self.touch(state)
+        self._touch(state)
 
     def remove(self, state: RequestState) -> None:
         """See `LazyHeap`."""
         super().remove(state)
-        self.touch(state)
+        self._touch(state)
 
     def rekey_all(self, now: float) -> None:
         """See `LazyHeap`."""
         super().rekey_all(now)
         self._changed = None
 
-    def touch(self, state: RequestState) -> None:
-        """Called when a running request has made progress, which may change its key."""
+    def _touch(self, state: RequestState) -> None:
         if self._changed is not None:
             self._changed.add(state)
 
-    def ranked(self, ahead: Iterable[str], ahead_s: float, now: float) -> list[Ranked]:
-        """The running requests in the order of their declared levels and keys, first ones last; the keys of those `ahead`
-        count as smaller by `ahead_s`.
+    def ranked(self, ahead: frozenset[str], ahead_s: float, now: float) -> list[Ranked]:
+        """The running requests in the order of their declared levels and keys; the keys of those `ahead` count as smaller by
+        `ahead_s`. Read-only, and valid until the next call.
 
-        Under policies whose keys only change with events, only the keys of requests that are or were ahead, or have changed
-        otherwise, are computed. The others are still sorted.
+        Under policies whose keys only change with events, the others keep their order: O(log n) for each request with an event,
+        and for each that is ahead now and was not, or the other way round.
         """
-        live, changed = self._live, self._changed
-        ahead_now = {live[name][-1] for name in ahead if name in live}
-        states: Iterable[RequestState]
-        if (
-            changed is None
-            or self.policy.key_changes == "with_time"
-            or self.policy.running_keys == "on_tokens"
-        ):
-            ranked, states = [], list(self)
+        live, policy = self._live, self.policy
+        if self._changed is None or policy.key_changes == "with_time" or policy.running_keys == "on_tokens":
+            states = [entry[-1] for entry in live.values()]
+            self._items = {state: self._ranked_item(state, ahead, ahead_s, now) for state in states}
+            self._ranked = sorted(self._items.values())
         else:
-            changed |= self._ahead
-            changed |= ahead_now
-            ranked = [item for item in self._ranked if item[-1] not in changed]
-            states = [state for state in changed if live.get(state.request_id, (None,))[-1] is state]
-        keys = self.policy.keys(states, now)
-        ranked += [
-            (
-                s.declared_level,
-                key - (ahead_s if s in ahead_now else 0.0),
-                s.request.arrival_s,
-                s.order,
-                key,
-                s,
-            )
-            for key, s in zip(keys, states, strict=True)
-        ]
-        ranked.sort(reverse=True)
-        self._ranked, self._ahead, self._changed = ranked, ahead_now, set()
-        return ranked.copy()
+            moved = [live[name][-1] for name in ahead ^ self._ahead if name in live]
+            for state in self._changed.union(moved):
+                if (item := self._items.pop(state, None)) is not None:
+                    del self._ranked[bisect_left(self._ranked, item)]
+                if state.request_id in live and live[state.request_id][-1] is state:
+                    self._items[state] = item = self._ranked_item(state, ahead, ahead_s, now)
+                    insort(self._ranked, item)
+        self._ahead, self._changed = ahead, set()
+        return self._ranked
+
+    def _ranked_item(self, state: RequestState, ahead: frozenset[str], ahead_s: float, now: float) -> Ranked:
+        key, request = self.policy.key(state, now), state.request
+        first = key - ahead_s if state.request_id in ahead else key
+        return state.declared_level, first, request.arrival_s, state.order, key, state
 
     def _entry(self, state: RequestState, now: float) -> Entry:
         key = self.policy.eviction_key(state, now)

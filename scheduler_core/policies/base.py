@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal, Protocol
 
 from scheduler_core.request import RequestState
@@ -88,7 +88,7 @@ class Policy(ABC):
         preemptive: A waiting request may displace a running one (see `may_preempt`).
         evicts_by_key: When memory runs out, the running request of the largest `eviction_key` is preempted, as under
             vLLM's priority scheduling. False: the one admitted last, as under vLLM's fcfs. Default: `preemptive`.
-        running_keys: When the eviction key of a running request may change. "on_event": only with a
+        running_keys: When the key or the eviction key of a running request may change. "on_event": only with a
             prediction or when `take_changed` returns it, so that victims come from a heap; "on_tokens":
             possibly in every step, so that all running requests are compared.
         progress: Use of the progress of running requests. "unused": only in their own events (admission, preemption,
@@ -143,10 +143,6 @@ class Policy(ABC):
     @abstractmethod
     def key(self, state: RequestState, now: float) -> float:
         """Sort key; the smallest is served first."""
-
-    def keys(self, states: Iterable[RequestState], now: float) -> list[float]:
-        """`key` of each; a policy may compute many of them faster, with the same results."""
-        return [self.key(state, now) for state in states]
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         """Sort key of running requests; the largest is evicted first, the latest arrival of several. -inf: never evicted

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -177,7 +177,7 @@ class UniBoost(Policy):
     | --- | --- | --- |
     | w~ | effective work: max(attained, s_pre - h) = s_pre - h and, in decode, the generated tokens | tokens |
     | h | cached tokens of the prompt, as of the first admission | tokens |
-    | w^ | MemGuard: w~ rounded down to the grid k, 2k, 4k, ... (at least k); without MemGuard w~ | tokens |
+    | w^ | MemGuard: w~ rounded down to the grid k, 2k, 4k, ... (at least k), where Phi changes; without it w~ | tokens |
     | k | bin_tokens | tokens |
     | delta | hysteresis_s | s |
     | gamma | gamma_per_s; gamma-Ada: ln 5/(t99 - t95) of the latest latencies, smoothed (`TailRate`) | 1/s |
@@ -193,7 +193,7 @@ class UniBoost(Policy):
     precedes new ones; its latency is that of FCFS plus the work that overtakes it by boosts (paper, A.2).
 
     Differs from the paper: (1) gamma is per second but work is in tokens: tokens are converted to engine seconds with the
-    measured times per prompt and output token, and MemGuard scales these seconds by w^/w~; (2) bins use floor
+    measured times per prompt and output token; (2) bins use floor
     (algorithm), not ceiling (Eq. 8), because the stated bound holds for floor; (3) gamma is that of Eq. 9;
     the algorithm's line 17 gives a 39th of it; (4) work lost in a preemption does not count as attained; (5)
     all keys are recomputed when gamma or the times per token have changed by `refresh`, not at every step; (6) in the paper
@@ -276,32 +276,17 @@ class UniBoost(Policy):
 
     def key(self, state: RequestState, now: float) -> float:
         gamma, prefill_token_s, decode_token_s = self._used
-        prompt, generated = self.effective_tokens(state)
-        work_s = prompt * prefill_token_s + generated * decode_token_s
+        work: tuple[float, float] = self.effective_tokens(state)
         if self.mem_guard:
-            tokens = prompt + generated
-            work_s *= self.quantized(tokens) / tokens
-        return state.request.arrival_s - boost_s(work_s, gamma)
+            work = self._at_threshold(*work)
+        return state.request.arrival_s - boost_s(work[0] * prefill_token_s + work[1] * decode_token_s, gamma)
 
-    def keys(self, states: Iterable[RequestState], now: float) -> list[float]:
-        # `key`, inlined for one request of a step after the other.
-        if self.signal_by_phase or not self.mem_guard:
-            return Policy.keys(self, states, now)
-        gamma, prefill_token_s, decode_token_s = self._used
-        prompts, quantized = self._prompts, self.quantized
-        first_bin, two_bins = float(self.bin_tokens), 2.0 * self.bin_tokens
-        log, expm1 = math.log, math.expm1
-        keys = []
-        for state in states:
-            request, generated = state.request, state.num_output_tokens
-            prompt = prompts.get(state.request_id)
-            if prompt is None:
-                prompt = request.prompt_tokens - state.cached_tokens
-            tokens = prompt + generated
-            work_s = prompt * prefill_token_s + generated * decode_token_s
-            work_s *= (first_bin if tokens < two_bins else quantized(tokens)) / tokens
-            keys.append(request.arrival_s - -log(-expm1(-gamma * work_s)) / gamma)
-        return keys
+    def _at_threshold(self, prompt: float, generated: float) -> tuple[float, float]:
+        """w^ as (prompt tokens, generated tokens), as of the step in which it was reached; in the first bin all are the prompt's."""
+        tokens = self.quantized(prompt + generated)
+        if prompt and tokens > self.quantized(prompt):
+            return prompt, tokens - prompt
+        return (tokens, 0.0) if prompt else (0.0, tokens)
 
     def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
         guarded = self.mem_guard and running.request_id not in self._open
@@ -364,6 +349,10 @@ class UniBoost(Policy):
             if reached >= 2.0 * self._bins[name]:
                 self._bins[name] = self.quantized(reached)
                 self._open.add(name)
+
+    def on_prefill_end(self, state: RequestState, now: float) -> None:
+        if self.signal_by_phase:
+            self._changed.append(state)
 
     def take_changed(self, now: float) -> Collection[RequestState]:
         changed, self._changed = self._changed, []

@@ -199,22 +199,22 @@ def test_no_request_is_overtaken_by_one_that_came_later_than_the_largest_boost()
 
 
 def run_burst(policy: str, batching: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """500 requests that arrive together, with memory for 64 of them; time to their end in s, and the mean number of requests
+    """800 requests that arrive together, with memory for 128 of them; time to their end in s, and the mean number of requests
     in a step while more are live than fit into it."""
     rng = np.random.default_rng(0)
-    outputs = np.clip(rng.lognormal(5.5, 1.0, 500), 2, 1500).astype(int).tolist()
+    outputs = np.clip(rng.lognormal(5.5, 1.0, 800), 2, 1500).astype(int).tolist()
     trace = Trace(
         tuple(trace_row(f"r{index}", 0.0, 100, length, length) for index, length in enumerate(outputs))
     )
     config = SchedulerConfig(
-        max_num_seqs=64, max_num_batched_tokens=2048, num_kv_blocks=64 * 420 // 16, batching=batching
+        max_num_seqs=128, max_num_batched_tokens=4096, num_kv_blocks=128 * 420 // 16, batching=batching
     )
     core, sizes = Scheduler(config, make_policy(policy)), []
     schedule = core.schedule
 
     def noted(now: float) -> StepPlan | None:
         plan = schedule(now)
-        if plan is not None and core.pool.num_live > 64:
+        if plan is not None and core.pool.num_live > 128:
             sizes.append(len(plan.decodes) + len(plan.prefills))
         return plan
 
@@ -242,5 +242,5 @@ def test_a_burst_does_not_fill_the_memory_with_paused_requests(monkeypatch: pyte
     end_s, size = run_burst("uniboost", "uniboost", monkeypatch)
     monkeypatch.setattr(OneOrder, "_grow", staticmethod(grow_with_lead))
     previous_s, previous_size = run_burst("uniboost", "uniboost", monkeypatch)
-    assert end_s < 1.05 * vllm_s < previous_s
+    assert end_s < vllm_s < 1.1 * end_s < previous_s
     assert previous_size < 0.8 * size

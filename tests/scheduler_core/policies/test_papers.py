@@ -318,6 +318,19 @@ def test_uniboost_may_be_displaced_only_after_a_threshold() -> None:
         assert free == expected
 
 
+def test_uniboost_revises_a_key_only_at_a_threshold() -> None:
+    """k = 8, prompt 6, 50 us and 1 ms per token: w is 8 prompt tokens, from 10 generated ones on 6 and 10, from 26 on 6 and 26."""
+    policy = make_policy("uniboost", {"bin_tokens": 8, "gamma_per_s": 1.0, "adapt_gamma": False})
+    item = state(prompt=6)
+    keys = []
+    for generated in range(31):
+        item.num_output_tokens = generated
+        keys.append(policy.key(item, 0.0))
+    assert keys == [
+        -boost_s(w, 1.0) for w in 10 * [8 * 5e-5] + 16 * [6 * 5e-5 + 0.01] + 5 * [6 * 5e-5 + 0.026]
+    ]
+
+
 def test_uniboost_preempts_a_request_once_between_two_thresholds_and_then_has_memory_for_it() -> None:
     """k = 8, prompt 6, preempted at 10 of 16 tokens: it comes back if 16 of 24 are free of such requests, with 8 to spare."""
     policy = make_policy("uniboost", {"bin_tokens": 8, "adapt_gamma": False})
