@@ -18,15 +18,19 @@ import yaml
 from google.protobuf import json_format, text_format
 from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2
+from tritonclient.utils import InferenceServerException
 
 from benchmarks.shared.processes import free_port, running
 from export.commands.package_artifact import main
 from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime
+from scheduler_core.prediction.api_request import read_request
+from scheduler_core.prediction.prompt_text import PartTokens
 from scheduler_core.prediction.requested_amount import with_amount
 from scheduler_core.shell.files import RECORD
-from tests.predictors.fakes import write_rich_artifact
+from tests.predictors.fakes import write_artifact, write_rich_artifact
 from tests.predictors.test_artifact import public_key_file
+from tests.predictors.test_open_inference import BODIES
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["name three rivers", "", "sea 北京 " * 30, "[SEP] the essay"]
@@ -37,6 +41,7 @@ FEED: dict[str, NDArray[Any]] = {
 }
 SERVED = [None, "tiny-llm", "huge-llm", "tiny-llm"]
 HEADS = ("length", "urgency")
+TEXTS_IN = ("text", "messages", "options")
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +68,12 @@ def test_configuration_is_what_triton_reads(repository: Path) -> None:
     text = (repository / "tailcast" / "config.pbtxt").read_text()
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == ("tailcast", "python", 64)
-    assert [tensor.name for tensor in config.input] == list(FEED)
+    assert [tensor.name for tensor in config.input] == [*TEXTS_IN, "served_model", "temperature"]
+    assert [tensor.name for tensor in config.input if tensor.optional] == list(TEXTS_IN)
     assert [tensor.name for tensor in config.output] == ["mu", "sigma", "nu", "urgency"]
     assert config.dynamic_batching.max_queue_delay_microseconds == 1000
     names = {path.name for path in (repository / "tailcast" / "1").iterdir()}
-    assert names == {"model.onnx", "model.py", "tokenizer.json"}
+    assert names == {"model.onnx", "model.py", "scheduler_core", "tokenizer.json"}
 
 
 def tensor(name: str, values: NDArray[Any]) -> SimpleNamespace:
@@ -81,25 +87,113 @@ def test_model_predicts_like_the_artifact(
 ) -> None:
     """The Python backend's model under stand-ins for Triton's objects; the real server is below."""
     folder = write_rich_artifact(tmp_path / "artifact", heads=HEADS, truncation_side=side, amounts=amounts)
-    assert main(["triton", str(folder), "--out", str(tmp_path / "models")]) == 0
-    utils = SimpleNamespace(
-        Tensor=tensor,
-        InferenceResponse=lambda output_tensors: {each.name: each.values for each in output_tensors},
-        get_input_tensor_by_name=lambda request, name: tensor(name, request[name]),
-    )
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
-    model = tmp_path / "models" / "tailcast"
-    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
-    content = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    backend = runpy.run_path(str(model / "1" / "model.py"))["TritonPythonModel"]()
-    arguments = {"model_repository": str(model), "model_version": "1", "model_instance_kind": "CPU"}
-    backend.initialize({"model_config": json.dumps(content), **arguments})
+    backend = backend_of(folder, tmp_path / "models", monkeypatch)
     columns = FEED | {"text": np.array([text.encode() for text in TEXTS], dtype=object)}
     parts = (slice(0, 3), slice(3, 4))
     requests = [{name: values[rows].reshape(-1, 1) for name, values in columns.items()} for rows in parts]
     responses = backend.execute(requests)
     assert [len(response["mu"]) for response in responses] == [3, 1]
     check({name: np.concatenate([each[name] for each in responses]) for name in ("mu", "urgency")}, folder)
+
+
+def backend_of(folder: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model of an artifact's repository, as Triton's Python backend creates it."""
+    assert main(["triton", str(folder), "--out", str(models)]) == 0
+    utils = SimpleNamespace(
+        Tensor=tensor,
+        TritonError=str,
+        InferenceResponse=lambda output_tensors, error=None: (
+            error or {each.name: each.values for each in output_tensors}
+        ),
+        get_input_tensor_by_name=lambda request, name: (
+            tensor(name, request[name]) if name in request else None
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
+    model = models / "tailcast"
+    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    content = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    backend = runpy.run_path(str(model / "1" / "model.py"))["TritonPythonModel"]()
+    arguments = {"model_repository": str(model), "model_version": "1", "model_instance_kind": "CPU"}
+    backend.initialize({"model_config": json.dumps(content), **arguments})
+    return backend
+
+
+def rows_of(bodies: list[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+    """The optional inputs of a request with these rows, from bodies of API requests."""
+    texts = [body.get("prompt", "") for body in bodies]
+    messages = [json.dumps(body["messages"]) if "messages" in body else "" for body in bodies]
+    others = [
+        {name: value for name, value in body.items() if name not in ("prompt", "messages")} for body in bodies
+    ]
+    options = [json.dumps(each) if each else "" for each in others]
+    columns = zip(TEXTS_IN, (texts, messages, options), strict=True)
+    return {
+        name: np.array([value.encode() for value in values], dtype=object).reshape(-1, 1)
+        for name, values in columns
+    }
+
+
+PARTS = {"conversations": True, "part_tokens": PartTokens(options=20, system=20, turns=20, last=20)}
+
+
+def test_conversations_and_options_are_read_like_by_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = [body for body in BODIES if not {"model", "max_tokens"} & body.keys()]
+    folder = write_artifact(tmp_path / "artifact", **PARTS, max_length=100)
+    runtime = open_runtime(folder)
+    expected = runtime.predict([read_request(body).text(runtime.artifact.manifest.form) for body in bodies])
+    backend = backend_of(folder, tmp_path / "models", monkeypatch)
+    without_messages = {"text": np.array([[b"sea"]], dtype=object)}
+    several, one = backend.execute([rows_of(bodies), without_messages])
+    np.testing.assert_allclose(several["mu"][:, 0], expected.mu, rtol=1e-6)
+    assert len(set(several["mu"][:, 0].tolist())) == len(bodies)
+    np.testing.assert_allclose(one["mu"][:, 0], runtime.predict(["sea"]).mu, rtol=1e-6)
+
+
+CHAT = [{"role": "user", "content": "sea"}]
+UNREADABLE: list[tuple[dict[str, str], str]] = [
+    ({}, "inputs: neither text nor messages"),
+    ({"messages": "{}"}, "messages[0]: got '{}'; allowed: a JSON list"),
+    ({"text": "sea", "options": "[1"}, "options[0]: got '[1'; allowed: a JSON object"),
+    ({"text": "sea", "messages": json.dumps(CHAT)}, "got both; allowed: one of them"),
+    ({"text": "sea", "options": json.dumps({"messages": CHAT})}, "options[0]: got a prompt"),
+    (
+        {"text": "sea", "options": '{"temperature": 0.5}'},
+        "options[0]: got ['temperature']; allowed: options without",
+    ),
+    (
+        {"text": "sea", "options": '{"max_tokens": 5}'},
+        "options[0]: got ['max_tokens']; allowed: options without",
+    ),
+]
+
+
+def test_what_cannot_be_read_is_an_error_of_its_request_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = backend_of(folder, tmp_path / "models", monkeypatch)
+    conditions = {"served_model": np.array([[0]]), "temperature": np.array([[1.0]], dtype=np.float32)}
+    requests = [
+        {name: np.array([[text.encode()]], dtype=object) for name, text in texts.items()} | conditions
+        for texts, _ in (*UNREADABLE, ({"text": "sea"}, ""))
+    ]
+    *errors, valid = backend.execute(requests)
+    for error, (_, message) in zip(errors, UNREADABLE, strict=True):
+        assert message in error
+    np.testing.assert_allclose(valid["mu"][0], open_runtime(folder).predict(["sea"], [None], [1.0]).mu)
+
+
+def test_the_repository_has_all_that_reads_requests(repository: Path) -> None:
+    """In a process without tailcast; numpy is there."""
+    places = [str(repository / "tailcast" / "1"), str(Path(np.__file__).parents[1])]
+    read = "from scheduler_core.prediction.api_request import read_request as read; print(read.__code__.co_filename)"
+    code = f"import sys; sys.path += {places!r}; {read}; print(read({{'messages': {CHAT!r}, 'n': 3}}).text())"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.split()
+    assert output[0].startswith(places[0])
+    assert output[1] == "sea"
 
 
 def test_amounts_need_no_tailcast_in_triton(tmp_path: Path) -> None:
@@ -196,6 +290,20 @@ def test_real_triton_answers_tritonclient(server: tuple[int, int], folder: Path)
         inputs.append(tensor)
     result = client.infer("tailcast", inputs)
     check({name: result.as_numpy(name) for name in ("mu", "urgency")}, folder)
+    chat = tritonclient.InferInput("messages", [len(TEXTS), 1], "BYTES")
+    chat.set_data_from_numpy(
+        np.array(
+            [json.dumps([{"role": "user", "content": text}]).encode() for text in TEXTS], dtype=object
+        ).reshape(-1, 1)
+    )
+    result = client.infer("tailcast", [chat, *inputs[1:]])
+    check({name: result.as_numpy(name) for name in ("mu", "urgency")}, folder)
+    options = tritonclient.InferInput("options", [len(TEXTS), 1], "BYTES")
+    options.set_data_from_numpy(np.array([[b'{"temperature": 1}']] * len(TEXTS), dtype=object))
+    with pytest.raises(
+        InferenceServerException, match="options.0.: got .'temperature'.; allowed: options without"
+    ):
+        client.infer("tailcast", [options, *inputs])
     client.close()
 
 
@@ -206,6 +314,7 @@ def test_real_triton_speaks_the_open_inference_protocol(server: tuple[int, int],
     with urllib.request.urlopen(url, timeout=60) as response:
         description = json.load(response)
     assert description["inputs"][0] == {"name": "text", "datatype": "BYTES", "shape": [-1, 1]}
+    assert [tensor["name"] for tensor in description["inputs"][1:3]] == ["messages", "options"]
     feed = FEED | {"temperature": np.array([1, 0, 0.5, 0], dtype=np.float32)}
     types = {"text": "BYTES", "served_model": "INT64", "temperature": "FP32"}
     inputs = [
