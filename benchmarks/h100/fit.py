@@ -23,12 +23,13 @@ Latencies = dict[int, dict[str, float]]
 #: Constants of the times between tokens, with their ranges.
 _DECODE = {"memory_efficiency": (0.3, 1.0), "layer_s": (0.0, 3e-4), "link_efficiency": (0.02, 1.0)}
 _COMPUTE = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
-#: Loads, as fractions of the saturation rate, at which the propagated errors are computed, and seconds of these simulations.
-_LOADS, _LOADED_S = {"near_saturation": 0.9, "overload": 1.2}, 120.0
+#: Loads, as fractions of the saturation rate, at which the propagated errors are computed, and requests of a simulation.
+_LOADS, _LOADED_REQUESTS = {"near_saturation": 0.9, "overload": 1.2}, 2000
 
 
 class Fit:
-    """Fits to the runs of one workload. Each run is simulated once, and a mean-field estimate gives the effect of changes.
+    """Fits to the runs of one workload. Each run is simulated twice, with the constants so far and with the first fit, and a
+    mean-field estimate gives the effect of changes.
 
     - memory_efficiency, layer_s, link_efficiency: least squares of the relative errors of itl_mean of all stages.
     - frontend_s: the median difference of ttft_mean.
@@ -38,81 +39,73 @@ class Fit:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = list(runs)
-        start = {name: FITTED[name] for name in (*_DECODE, "compute_efficiency")} | {"frontend_s": 0.0}
-        traces = [run.trace() for run in self._runs]
-        self._simulated = [
-            simulate(run, run.step_time(**start), trace)
-            for run, trace in zip(self._runs, traces, strict=True)
-        ]
-        #: Ratios of the simulated times between tokens to those of the mean-field estimate, by run and stage.
+        self._uncached: dict[str, list[float]] = {}
+        constants = dict(FITTED)
+        for _ in range(2):
+            self._simulate(constants | {"frontend_s": 0.0})
+            constants = self.constants()
+        constants["frontend_s"] = 0.0
+        for run in self._runs:
+            if not run.is_moe:
+                alone = replace(run, stages={(first := min(run.stages)): run.stages[first]})
+                self._uncached[run.model] = [
+                    simulate(
+                        alone, run.step_time(**constants | {"compute_efficiency": value}), alone.trace()
+                    )[first]["ttft_p99"]
+                    for value in _COMPUTE
+                ]
+
+    def _simulate(self, constants: Constants) -> None:
+        """Simulates the runs, and sets the ratios of their times between tokens to those of the mean-field estimate."""
+        self._simulated = [simulate(run, run.step_time(**constants), run.trace()) for run in self._runs]
         self._ratios = [
-            {number: latencies[number]["itl_mean"] / _itl_ms(run, number, start) for number in run.stages}
+            {
+                number: latencies[number]["itl_mean"] / _itl_ms(run, number, constants, latencies[number])
+                for number in run.stages
+            }
             for run, latencies in zip(self._runs, self._simulated, strict=True)
         ]
-        self._uncached = {
-            run.model: [_first_stage_p99(run, replace_compute(start, value)) for value in _COMPUTE]
-            for run in self._runs
-            if not run.is_moe
-        }
 
-    def constants(self, without: str | None = None, lowest_rate: bool = False) -> Constants:
-        """The constants fitted to all models except one; `lowest_rate`: to the first stage of each run only."""
-        used = [index for index, run in enumerate(self._runs) if run.model != without]
-        stages = {
-            index: [min(self._runs[index].stages)] if lowest_rate else [*self._runs[index].stages]
-            for index in used
-        }
+    def constants(self, without: str | None = None) -> Constants:
+        """The constants fitted to all models except one."""
+        used = [
+            (run, number, self._ratios[index][number], self._simulated[index][number])
+            for index, run in enumerate(self._runs)
+            if run.model != without
+            for number in run.stages
+        ]
 
         def errors(values: FloatArray) -> list[float]:
             constants = dict(zip(_DECODE, values, strict=True))
+            measured = [run.stages[number].measured for run, number, *_ in used]
             return [
-                log(
-                    _itl_ms(self._runs[index], number, constants)
-                    * self._ratios[index][number]
-                    / self._runs[index].stages[number].measured["itl_mean"]
-                )
-                for index in used
-                for number in stages[index]
+                log(_itl_ms(run, number, constants, latencies) * ratio / latencies["itl_mean"])
+                for (run, number, ratio, _), latencies in zip(used, measured, strict=True)
             ]
 
         low, high = zip(*_DECODE.values(), strict=True)
         start = [FITTED[name] for name in _DECODE]
         values = least_squares(errors, start, bounds=(low, high), x_scale=start).x
         constants = {name: float(value) for name, value in zip(_DECODE, values, strict=True)}
-        late = [
-            self._runs[index].stages[number].measured["ttft_mean"]
-            # Steps, of which a request waits for two and a half, have changed as well.
-            - self._simulated[index][number]["ttft_mean"]
-            * self._runs[index].stages[number].measured["itl_mean"]
-            / self._simulated[index][number]["itl_mean"]
-            for index in used
-            for number in stages[index]
-        ]
+        late, squares = [], np.zeros(len(_COMPUTE))
+        for run, number, _, simulated in used:
+            measured = run.stages[number].measured
+            # The steps that a request waits for are as much longer as those between its tokens.
+            steps_ms = simulated["ttft_mean"] * measured["itl_mean"] / simulated["itl_mean"]
+            late.append(measured["ttft_mean"] - steps_ms)
         constants["frontend_s"] = float(np.median(late)) / 1e3
-        squares = np.zeros(len(_COMPUTE))
-        for index in used:
-            run = self._runs[index]
-            if run.model in self._uncached:
-                measured = run.stages[min(run.stages)].measured["ttft_p99"] / 1e3 - constants["frontend_s"]
-                squares += np.square(np.log(np.array(self._uncached[run.model]) / 1e3 / measured))
-        return constants | {"compute_efficiency": _COMPUTE[int(np.argmin(squares))]}
+        for run, number, *_ in used:
+            if number == min(run.stages) and run.model in self._uncached:
+                ttft_ms = run.stages[number].measured["ttft_p99"] - 1e3 * constants["frontend_s"]
+                squares += np.square(np.log(np.array(self._uncached[run.model]) / ttft_ms))
+        if squares.any():
+            constants["compute_efficiency"] = _COMPUTE[int(np.argmin(squares))]
+        return FITTED | constants
 
 
-def replace_compute(constants: Mapping[str, float], value: float) -> Constants:
-    """The constants with another compute_efficiency."""
-    return {**constants, "compute_efficiency": value}
-
-
-def _first_stage_p99(run: Run, constants: Constants) -> float:
-    first = min(run.stages)
-    alone = replace(run, stages={first: run.stages[first]})
-    return simulate(alone, run.step_time(**constants), alone.trace())[first]["ttft_p99"]
-
-
-def _itl_ms(run: Run, number: int, constants: Mapping[str, float]) -> float:
+def _itl_ms(run: Run, number: int, constants: Constants, latencies: Mapping[str, float]) -> float:
     """Time of a step with the mean number of requests that one of them sees, by Little's law and with itself."""
-    stage = run.stages[number]
-    num = stage.rate_rps * stage.measured["e2e_mean"] / 1e3 + 1
+    num = run.stages[number].rate_rps * latencies["e2e_mean"] / 1e3 + 1
     context = round(sum(run.prompt_tokens) / 2 + run.output_tokens / 2)
     step_time, low = run.step_time(**constants), int(num)
     low_s, high_s = (step_time.step_s(StepWork((), [context] * size)) for size in (low, low + 1))
@@ -164,7 +157,7 @@ def propagated_errors(
     for run in runs:
         step_time = run.step_time(**constants)
         rate = _LOADS[region] * saturation_rps(run, step_time)
-        stage = replace(run.stages[max(run.stages)], rate_rps=rate, duration_s=_LOADED_S)
+        stage = replace(run.stages[max(run.stages)], rate_rps=rate, duration_s=_LOADED_REQUESTS / rate)
         loaded = replace(run, stages={0: stage})
         trace = loaded.trace()
         base = simulate(loaded, step_time, trace)[WHOLE]

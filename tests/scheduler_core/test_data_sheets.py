@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.step_time.accuracy import REGIONS, error_band, region_of
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepWork
 from scheduler_core.simulator.step_time.model_size import MODELS, read_config
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from tests.scheduler_core.helpers import simulate
+from tests.scheduler_core.helpers import random_trace, simulate
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -226,3 +226,19 @@ def test_the_error_bands_are_there_for_every_region() -> None:
         error_band("calm")
     with pytest.raises(InputError, match="load"):
         region_of(0.0)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_planning_ahead_gives_the_same_times_step_by_step(replicas: int) -> None:
+    trace = random_trace(150, seed=replicas, rate_rps=30.0 * replicas, cap=60, most_prompt=3000)
+    outcomes = [
+        simulate(
+            trace,
+            step_time=RooflineStepTime(gpu="h100-80gb"),
+            cluster=ClusterConfig(num_replicas=replicas),
+            exact_steps=exact,
+        )
+        for exact in (False, True)
+    ]
+    assert len(outcomes[0].records) == 150
+    assert outcomes[0].records == outcomes[1].records
