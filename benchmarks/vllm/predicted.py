@@ -43,7 +43,7 @@ PROMPTS, OUTPUTS = (16, 256), (8, 128)
 #: Maximum number of tokens of a request, and of a step.
 STEP_TOKENS = 1024
 #: Seconds between two scrapes.
-SCRAPE_S = 4.0
+SCRAPE_S = 2.0
 #: Seconds between the parts of a load in their common simulation.
 PART_GAP_S = 10_000.0
 NAMES = {"ttlt_s": "E2E", "ttft_s": "TTFT", "tpot_s": "ITL"}
@@ -212,7 +212,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the engine and prints the table; returns 2 if a requirement is missing."""
     options = _parser().parse_args(args)
     if options.quick:
-        options.rounds, options.part_s, options.at_once, options.max_num_seqs = 1, 8.0, 12, 4
+        options.rounds, options.part_s, options.at_once, options.max_num_seqs = 1, 24.0, 12, 4
     return run_engines(_run, options)
 
 

@@ -27,8 +27,10 @@ PROMPT_TOKENS = "vllm:prompt_tokens_total"
 CACHED_TOKENS = ("vllm:prompt_tokens_cached_total", "vllm:prefix_cache_hits_total")
 USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 CACHE = "vllm:cache_config_info"
-#: Labels that identify an engine.
-ENGINE_LABELS = ("instance", "pod", "job", "model_name", "engine")
+#: Labels that identify an engine; some of its metrics have no model_name.
+ENGINE_LABELS = ("instance", "pod", "job", "engine")
+#: Labels of `CACHE`: size in tokens, or in blocks and tokens per block before vLLM 0.14.
+SIZE_LABELS = ("kv_cache_size_tokens", "num_gpu_blocks", "block_size")
 
 #: Metric -> value of one engine at one time.
 Scrape = dict[str, float]
@@ -118,7 +120,7 @@ def _add(scrape: Scrape, metric: str, labels: Mapping[str, str], value: float) -
             scrape[f"{metric} {labels['le']}"] = scrape.get(f"{metric} {labels['le']}", 0.0) + value
         return
     if metric == CACHE:
-        for label in ("num_gpu_blocks", "block_size"):
+        for label in SIZE_LABELS:
             if labels.get(label, "").isdecimal():
                 scrape[label] = float(labels[label])
         return
@@ -212,7 +214,8 @@ def _inequality(before: Scrape, after: Scrape, prompts: float) -> float:
 
 def _context_tokens(before: Scrape, after: Scrape) -> float:
     """Cached tokens, the mean of both ends; 0 if the size of the cache is unknown."""
-    size = after.get("num_gpu_blocks", 0.0) * after.get("block_size", 0.0)
+    tokens, blocks, block_tokens = (after.get(label, 0.0) for label in SIZE_LABELS)
+    size = tokens or blocks * block_tokens
     usage = [one[name] for one in (before, after) for name in USAGE if name in one]
     return size * sum(usage) / len(usage) if usage else 0.0
 

@@ -19,6 +19,8 @@ FloatArray = NDArray[np.float64]
 
 #: Moments at which the batch of a request without the times of its tokens is counted.
 MOMENTS = 32
+#: Tokens of a request came together if the time between them is less than this fraction of the median.
+TOGETHER = 0.2
 LONG_PROMPTS = "steps that may hold a part of a prompt longer than max_num_batched_tokens"
 
 
@@ -128,27 +130,36 @@ def _long_prompts(probes: Sequence[Probe], limit: int) -> tuple[FloatArray, Floa
 
 
 def _single_steps(batch: _Batch, probes: Sequence[Probe]) -> list[tuple[float, StepMeasurement]]:
-    """Steps of the requests with the time of every token."""
-    if not probes:
+    """Steps of the requests with the time of every token. A token right after another one was sent with it, because the first
+    was late: their steps are one measurement."""
+    times = [np.array(one.token_s) for one in probes if len(one.token_s) > 1]
+    if not times:
         return []
-    before, after = (
-        np.concatenate([np.array(one.token_s)[part] for one in probes])
-        for part in (slice(-1), slice(1, None))
-    )
-    before, after = before[after > before], after[after > before]
-    middle, late = (before + after) / 2, after + (after - before) / 2
+    shortest_s = TOGETHER * float(np.median(np.concatenate([np.diff(one) for one in times])))
+    begin, end, steps = [], [], []
+    for one in times:
+        starts = np.flatnonzero(np.diff(one) > shortest_s)
+        ends = np.append(starts[1:], len(one) - 1)[: len(starts)]
+        begin.append(one[starts])
+        end.append(one[ends])
+        steps.append(ends - starts)
+    before, after, num = (np.concatenate(values) for values in (begin, end, steps))
+    step_s = (after - before) / np.maximum(num, 1)
+    middle, low, late = (before + after) / 2, before + step_s / 2, after + step_s / 2
     decodes, context = batch.decodes(middle), batch.context(middle)
-    with_prompt = np.searchsorted(batch.first, late, "right") > np.searchsorted(batch.first, middle, "right")
+    with_prompt = np.searchsorted(batch.first, late, "right") > np.searchsorted(batch.first, low, "right")
     rows = []
     for index in range(len(middle)):
-        lengths = batch.prompts_in(middle[index], late[index], middle[index]) if with_prompt[index] else []
+        lengths = []
+        if with_prompt[index]:
+            lengths = batch.prompts_in(low[index], late[index], after[index] - step_s[index] / 2)
         step = StepMeasurement(
-            after[index] - before[index],
+            step_s[index],
             decodes[index],
             context[index],
-            sum(lengths),
-            len(lengths),
-            weight=1 / max(decodes[index], 1.0),
+            sum(lengths) / num[index],
+            len(lengths) / num[index],
+            weight=num[index] / max(decodes[index], 1.0),
         )
         rows.append((float(after[index]), step))
     return rows

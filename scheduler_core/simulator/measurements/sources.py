@@ -16,6 +16,7 @@ from scheduler_core.shell.json_text import parse_json
 from scheduler_core.simulator.engine_probe import Probe
 from scheduler_core.simulator.measurements.engine_log import log_measurements
 from scheduler_core.simulator.measurements.prometheus import (
+    STEPS,
     parse_range_query,
     parse_scrapes,
     scrape_measurements,
@@ -116,9 +117,10 @@ def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Source]:
 def metrics_source(
     scrapes: Mapping[tuple[str, ...], list[dict[str, float]]], limits: SchedulerConfig
 ) -> Source:
-    """The steps between the scrapes of all engines."""
+    """The steps between the scrapes of all engines; series without a number of steps are not those of an engine."""
     source = Source(METRICS, [])
-    for parts in scrapes.values():
+    engines = [parts for parts in scrapes.values() if any(STEPS in one for one in parts)]
+    for parts in engines or scrapes.values():
         steps, left_out = scrape_measurements(parts, limits.max_num_batched_tokens)
         source.measurements += steps
         source.left_out += left_out
