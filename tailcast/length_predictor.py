@@ -28,7 +28,7 @@ from scheduler_core.prediction.predictor import (
     PredictorAddress,
     addresses,
 )
-from scheduler_core.prediction.prompt_text import Message, PartTokens, PromptForm, messages_of
+from scheduler_core.prediction.prompt_text import Message, PromptForm, messages_of
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
@@ -95,15 +95,12 @@ class LengthPredictor:
     @cached_property
     def form(self) -> PromptForm:
         """What the predictor reads of a request."""
-        parts = self._artifact.part_tokens
-        if parts is not None and not isinstance(parts, PartTokens):  # a message of the service
-            has_parts = self._artifact.HasField("part_tokens")
-            parts = (
-                PartTokens(**{field.name: value for field, value in parts.ListFields()})
-                if has_parts
-                else None
-            )
-        return PromptForm(conversations=self._artifact.conversations, part_tokens=parts)
+        if hasattr(self._artifact, "form"):
+            form: PromptForm = self._artifact.form
+            return form
+        from predictors.client.messages import prompt_form
+
+        return prompt_form(self._artifact)
 
     def predict(
         self,

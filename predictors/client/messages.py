@@ -15,6 +15,7 @@ from predictors.wire import prediction_of
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.prediction.predictor import PredictionRequest, Predictor
+from scheduler_core.prediction.prompt_text import PartTokens, PromptForm
 
 T = TypeVar("T")
 
@@ -189,6 +190,13 @@ def predictions(responses: Sequence[pb.PredictResponse], address: str) -> list[P
         except InputError as error:
             raise PredictorError(f"predictor {address}: {error}", "INTERNAL", message.request_id) from error
     return result
+
+
+def prompt_form(metadata: pb.GetMetadataResponse) -> PromptForm:
+    """What the service reads of a conversation."""
+    parts = {field.name: value for field, value in metadata.part_tokens.ListFields()}
+    part_tokens = PartTokens(**parts) if metadata.HasField("part_tokens") else None
+    return PromptForm(conversations=metadata.conversations, part_tokens=part_tokens)
 
 
 def observe_requests(observations: Sequence[pb.Observation]) -> Iterator[pb.ObserveRequest]:

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import grpc
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tailcast
@@ -19,12 +21,14 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import open_sources
 from predictors.service.process import open_server
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import JointPredictor, PredictionRequest, open_predictor
 from tailcast.commands.predict import main
 from tests.predictors import fakes
 from tests.predictors.fakes import GatedRuntime, write_artifact, write_rich_artifact
 from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
+from training.commands.evaluate import main as evaluate
+from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
 
 JOINED = {"tiny": ["level"]}
 SEA = PredictionRequest("", "sea", 100)
@@ -349,3 +353,49 @@ async def test_the_proxy_orders_by_the_part_that_answers(
     assert outcomes == {"answered": 3, "partial": 1, "failed": 0}
     priorities = [body["priority"] for body in fake.bodies]
     assert priorities[:2] == priorities[2:]
+
+
+async def test_evaluations_open_what_is_served_and_what_is_joined(address: str, tmp_path: Path) -> None:
+    texts = ["name three rivers", "sea", "write a long essay", "sea"] * 5
+    rows = [(number, sample) for number in range(20) for sample in range(4)]
+    table = {
+        "prompt_id": [f"p{number}" for number, _ in rows],
+        "prompt": [texts[number] for number, _ in rows],
+        "model": ["tiny-llm"] * len(rows),
+        "output_tokens": [40 + 3 * number + sample for number, sample in rows],
+        "finished": [True] * len(rows),
+    }
+    data, out = tmp_path / "data.parquet", tmp_path / "out.json"
+    pq.write_table(pa.table(table), data)
+    columns = (texts, ["tiny-llm", None] * 10, [None] * 20)
+    options = InferenceOptions(progress=False, accelerator="cpu")
+
+    def compared(grpc_address: str) -> None:
+        joined = open_batch_predictor(address, options)
+        service = open_batch_predictor(f"grpc://{grpc_address}", options)
+        assert joined.urgency_levels == service.urgency_levels == ("now", "soon", "late")
+        assert (joined.nu, joined.form) == (service.nu, service.form)
+        expected, predicted = joined.predict(*columns).arrays(), service.predict(*columns).arrays()
+        assert expected.keys() == predicted.keys() == {"mu", "sigma", "nu", "urgency"}
+        for name, values in expected.items():
+            np.testing.assert_allclose(predicted[name], values, rtol=1e-6)
+        results = []
+        for predictor in (address, f"grpc://{grpc_address}"):
+            arguments = [predictor, "--data", str(data), "--json", str(out), "--overwrite", "true"]
+            assert evaluate([*arguments, "--progress", "false", "--ceiling", "false"]) == 0
+            results.append(json.loads(out.read_text()))
+        assert [result["predictor"]["kind"] for result in results] == ["artifact", "service"]
+        first, second = (result["model"]["point"]["mae_tokens"] for result in results)
+        assert first == pytest.approx(second, rel=1e-6)
+
+    await served(address, lambda server, grpc_address: asyncio.to_thread(compared, grpc_address))
+
+
+async def test_an_evaluation_without_a_part_is_an_error(artifact_folder: Path, level_folder: Path) -> None:
+    parts = runtimes("level", artifact_folder, level_folder, num_failures=1)
+    async with fakes.running_server(parts, joined=JOINED) as (_, grpc_address):
+        service = await asyncio.to_thread(
+            open_batch_predictor, f"grpc://{grpc_address}", InferenceOptions(progress=False)
+        )
+        with pytest.raises(TailcastError, match="some predictions lack level: BatchError"):
+            await asyncio.to_thread(service.predict, ["sea"], [None], [None])

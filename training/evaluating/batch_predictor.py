@@ -1,10 +1,11 @@
-"""Batch inference with a checkpoint of `train` or an artifact of `export-onnx`."""
+"""Batch inference with a checkpoint of `train`, an artifact of `export-onnx` or a service of `serve-predictor`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from predictors.heads import Predicted
 from predictors.manifest import MANIFEST, MODEL
 from predictors.pretrained import predictor_folder
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction
+from scheduler_core.prediction.predictor import PredictionRequest, addresses
 from scheduler_core.prediction.prompt_text import PromptForm
 from scheduler_core.shell.progress import tracked
 
@@ -24,19 +27,23 @@ if TYPE_CHECKING:
 Accelerator = Literal["auto", "cpu", "cuda"]
 #: Degrees of freedom of fits for predictors without a fixed nu.
 DEFAULT_NU = 3.5
+SERVICE = "grpc://"
+#: Rows of a step of the progress bar of a service, and seconds for them.
+_SERVICE_ROWS, _SERVICE_S = 256, 300.0
 #: (prompts, served models, temperatures), each [G] -> predictions [G].
 Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]], Predicted]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPredictor:
-    """A predictor loaded from a checkpoint or an artifact."""
+    """A predictor loaded from a checkpoint or an artifact, or a service."""
 
-    # For reports: kind ("checkpoint" or "artifact"), nu, and the identity of the predictor.
+    # For reports: kind ("checkpoint", "artifact" or "service"), nu, and the identity of the predictor.
     description: Mapping[str, Any]
     # Fixed degrees of freedom of the distributions; None if they are learned, or no distribution is predicted.
     nu: float | None
     predict: Predict
+    has_length: bool
     bucket_edges: tuple[float, ...]  # edges of the bucket head, in tokens
     urgency_levels: tuple[str, ...]  # names of the urgency levels, the most urgent first; empty: no such head
     served_models: tuple[str, ...]  # known served models; empty: not conditioned on the served model
@@ -67,15 +74,96 @@ class InferenceOptions:
 def open_batch_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
 ) -> BatchPredictor:
-    """Opens an artifact or a checkpoint; "pretrained" and "tiny" are the artifacts shipped with tailcast. InputError if
-    the folder is neither, or is damaged."""
+    """Opens an artifact, a checkpoint, a service (grpc://HOST:PORT), or several with different heads, joined by "+", as in
+    pretrained+urgency; "pretrained", "tiny" and "urgency" are the artifacts shipped with tailcast. InputError if the folder is
+    neither, or is damaged."""
+    if len(parts := addresses(str(folder))) > 1:
+        return _joined([open_batch_predictor(part, options, field) for part in parts])
+    if str(folder).startswith(SERVICE):
+        return _open_service(str(folder), options)
     path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
     if (path / "config.json").is_file():
         return _open_checkpoint(path, options)
-    allowed = "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train"
+    allowed = "pretrained, tiny, an artifact folder of export-onnx, a checkpoint folder of train, or grpc://HOST:PORT"
     raise InputError(field, str(path), allowed)
+
+
+def _joined(parts: Sequence[BatchPredictor]) -> BatchPredictor:
+    """The first predictor of lengths, or of anything, with the heads that only the others have. All read the same texts."""
+    first, *others = sorted(parts, key=lambda part: not part.has_length)
+
+    def predict(*columns: Any) -> Predicted:
+        predicted = first.predict(*columns)
+        for other in others:
+            predicted = Predicted(**other.predict(*columns).arrays() | predicted.arrays())
+        return predicted if first.nu is None else replace(predicted, nu=first.nu)
+
+    urgency, edges = (
+        next((value for value in map(attrgetter(name), (first, *others)) if value), ())
+        for name in ("urgency_levels", "bucket_edges")
+    )
+    return replace(first, predict=predict, urgency_levels=urgency, bucket_edges=edges)
+
+
+def _open_service(address: str, options: InferenceOptions) -> BatchPredictor:
+    from predictors.client import SyncPredictor
+    from predictors.client.messages import prompt_form
+
+    client = SyncPredictor(address.removeprefix(SERVICE))
+    metadata = client.metadata()
+    nu = metadata.nu if metadata.HasField("nu") else None
+
+    def predict(*columns: Any) -> Predicted:
+        first, of_row = distinct(*columns)
+        requests = [
+            PredictionRequest("", prompts[row], DEFAULT_MAX_TOKENS, models[row] or "", temperatures[row])
+            for prompts, models, temperatures in [columns]
+            for row in first.tolist()
+        ]
+        predictions: list[Prediction] = []
+        for start in options.track(range(0, len(requests), _SERVICE_ROWS)):
+            predictions += client.predict(requests[start : start + _SERVICE_ROWS], timeout_s=_SERVICE_S)
+        missing = {str(part) for prediction in predictions for part in prediction.missing}
+        if missing:
+            raise TailcastError(f"predictor {address}: some predictions lack {'; '.join(sorted(missing))}")
+        columns_of = {name: np.array(values)[of_row] for name, values in _arrays(predictions).items()}
+        predicted = Predicted(**columns_of)
+        return predicted if nu is None else replace(predicted, nu=nu)
+
+    return BatchPredictor(
+        description={
+            "kind": "service",
+            "nu": nu,
+            "artifact_id": metadata.artifact_id,
+            "artifact_version": metadata.artifact_version,
+        },
+        nu=nu,
+        predict=predict,
+        has_length="length" in metadata.heads,
+        bucket_edges=tuple(metadata.bucket_edges),
+        urgency_levels=tuple(metadata.urgency_levels) if "urgency" in metadata.heads else (),
+        served_models=tuple(metadata.served_models) if metadata.conditioned_on_served_model else (),
+        data={},
+        form=prompt_form(metadata),
+        folder=Path(address),
+    )
+
+
+def _arrays(predictions: Sequence[Prediction]) -> dict[str, list[Any]]:
+    """Numbers of predictions by name, [N] each; those of missing heads are left out."""
+    values: dict[str, list[Any]] = {
+        "mu": [each.length and each.length.mu for each in predictions],
+        "sigma": [each.length and each.length.sigma for each in predictions],
+        "nu": [each.length and each.length.nu for each in predictions],
+        "quantiles": [each.length and (each.length.quantiles or None) for each in predictions],
+        "urgency": [each.urgency and each.urgency.probabilities for each in predictions],
+        "bucket": [each.bucket and each.bucket.probabilities for each in predictions],
+        "regression_tokens": [each.point and each.point.tokens for each in predictions],
+        "rank": [each.rank and each.rank.score for each in predictions],
+    }
+    return {name: column for name, column in values.items() if None not in column}
 
 
 def _open_artifact(folder: Path, options: InferenceOptions) -> BatchPredictor:
@@ -112,6 +200,7 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> BatchPredictor:
         },
         nu=manifest.nu,
         predict=predict,
+        has_length="length" in manifest.heads,
         bucket_edges=manifest.bucket_edges,
         urgency_levels=manifest.urgency_levels if "urgency" in manifest.heads else (),
         served_models=manifest.served_models if conditioned else (),
@@ -139,6 +228,7 @@ def _open_checkpoint(folder: Path, options: InferenceOptions) -> BatchPredictor:
         description={"kind": "checkpoint", "nu": nu, **name},
         nu=nu,
         predict=partial(predict_rows, checkpoint, options=options),
+        has_length=heads.length is not None,
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
         served_models=() if config.conditioning is None else config.conditioning.served_models,

@@ -20,7 +20,7 @@ class EvaluateConfig(GroupingOptions):
     SPELLINGS = (("served_model", "model"),)
 
     predictor: str
-    """Artifact folder of export-onnx, or checkpoint folder of train."""
+    """Artifact folder of export-onnx, checkpoint folder of train, pretrained, tiny, or grpc://HOST:PORT of serve-predictor."""
     data: str
     """Parquet file with prompts and fits (fits/2), or with output lengths (samples/2 or lists; for the published CASTILLO files add --max_tokens 15000), which are fitted first."""
     overwrite: bool = False

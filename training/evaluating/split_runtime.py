@@ -121,6 +121,9 @@ class SplitRuntime:
         }
 
     def _run_heads(self, states: Arrays, feed: Arrays) -> Arrays:
+        of_prompt = {name: states[name] for name in self._of_prompt}
+        if not self._of_row:  # such as an artifact of urgency alone
+            return of_prompt
         inputs = {name: states[name] for name in self._states}
         inputs |= {name: feed[name] for name in self._inputs}
         inputs |= {name: feed[name] for name in _CONDITIONS if name in self._used}
@@ -128,7 +131,7 @@ class SplitRuntime:
             self._heads = self._open_heads(inputs)
         names = [each.name for each in self._of_row]
         outputs = dict(zip(names, self._heads.run(names, inputs), strict=True))
-        return outputs | {name: states[name] for name in self._of_prompt}
+        return outputs | of_prompt
 
     def _open_heads(self, inputs: Arrays) -> ort.InferenceSession:
         model = load_graph(self._runtime)

@@ -19,7 +19,7 @@ class EvaluateUrgencyConfig:
     OUTPUTS = ("json",)
 
     predictor: str
-    """Folder of a checkpoint or artifact with an urgency head, or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
+    """Folder of a checkpoint or artifact with an urgency head, urgency, grpc://HOST:PORT, or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
     data: str
     """Labelled texts in the format of import-urgency (Parquet with columns text, level; optional weight, source, language, split). Split train is used for the baselines, validation for the threshold, and test for the evaluation."""
     json: str
