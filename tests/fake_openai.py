@@ -30,18 +30,19 @@ class FakeEngine:
         num_in_flight: Requests that are being served; max_in_flight: most of them at a time.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, host: str = HOST, port: int = 0) -> None:
         self.script = script
+        self._host = host
         self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
         self.arrivals: list[float] = []
         self.remembers = True
         self.num_gone = self.num_in_flight = self.max_in_flight = 0
-        self._port = 0
+        self._port = port
         self._handlers: dict[asyncio.Task[Any], web.Request] = {}
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
@@ -55,7 +56,7 @@ class FakeEngine:
         options: dict[str, Any] = {"handler_cancellation": True, "auto_decompress": False}
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, **options)
         await self._runner.setup()
-        await web.TCPSite(self._runner, HOST, self._port, reuse_address=True, backlog=20_000).start()
+        await web.TCPSite(self._runner, self._host, self._port, reuse_address=True, backlog=20_000).start()
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -107,9 +108,9 @@ async def _turns() -> None:
 
 
 @asynccontextmanager
-async def running_engine(script: Script) -> AsyncIterator[FakeEngine]:
+async def running_engine(script: Script, host: str = HOST, port: int = 0) -> AsyncIterator[FakeEngine]:
     """An engine in this event loop."""
-    engine = FakeEngine(script)
+    engine = FakeEngine(script, host, port)
     await engine.start()
     try:
         yield engine

@@ -156,6 +156,19 @@ def test_go_renders_the_templates_in_the_same_way(setting: str, tmp_path: Path) 
         assert output.strip() == rendered(text, values).strip()
 
 
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_helm_renders_the_chart_in_the_same_way(setting: str, tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(SETTINGS[setting]), encoding="utf-8")
+    options = [str(CHART), "--values", str(tmp_path / "values.yaml")]
+    words = ["helm", "template", "llm", *options]
+    output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    documents = [one for one in yaml.safe_load_all(output) if one is not None]
+    chart = {(one["kind"], one["metadata"]["name"].removeprefix("llm-")): one for one in documents}
+    assert chart == manifests(setting)
+    subprocess.run(["helm", "lint", "--strict", *options], check=True, capture_output=True)
+
+
 def test_the_chart_uses_each_value_and_no_other() -> None:
     def names(value: dict[str, Any], prefix: str = "") -> set[str]:
         leaves: set[str] = set()
