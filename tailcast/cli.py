@@ -10,6 +10,10 @@ from scheduler_core.shell.command import chosen_command, entry_point, imported
 #: Name -> (module and function, description); [project.scripts] has the same functions.
 COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("tailcast.commands.predict:main", "predict output lengths of a prompt or a file of prompts"),
+    "plan": (
+        "tailcast.commands.plan:main",
+        "find the cheapest GPUs and settings that meet targets, from a log",
+    ),
     "serve": (
         "predictors.commands.serve_predictor:main",
         "serve predictions over gRPC and HTTP (serve-predictor)",

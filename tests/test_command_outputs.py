@@ -25,6 +25,7 @@ CONTENT = "years of work"
 #: Command -> the words it cannot do without; {NAME} is the path of an option.
 COMMANDS = {
     "tailcast predict": "--data {data} --out {out}",
+    "tailcast plan": "{log} --model llama-3-8b --num_kv_blocks 9 --gpus l40s-48gb=1 --target ttft_s.p50<1 --json {json}",
     "adapt": "{log} --out {out}",
     "gen-samples": "{prompts} --out {out}",
     "import-lengths": "log {file} --out {out}",

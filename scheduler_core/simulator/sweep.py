@@ -50,13 +50,20 @@ class Cell:
 
     def key(self) -> str:
         """SHA-256 of the configuration, the contents of its input files, and the version of tailcast."""
+        return hashlib.sha256(json.dumps(self.inputs(), sort_keys=True).encode()).hexdigest()
+
+    def inputs(self) -> dict[str, Any]:
+        """What determines the result, as JSON content."""
         config = asdict(self.config)
-        content = {
+        return {
             "config": config,
             "files": {name: sha256_file(name) for name in sorted(_files(config))},
             "version": metadata.version("tailcast"),
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def simulate(self) -> SimulationResult:
+        """Runs the simulation."""
+        return run_simulation(self.config)
 
 
 def point_of(settings: Mapping[str, Any]) -> Point:
@@ -170,7 +177,7 @@ def simulate_cell(cell: Cell) -> SimulationResult:
     """Simulates one cell; drops the records of its requests. `TailcastError` for an error in the code of a user, whose place
     is lost between processes."""
     try:
-        result = run_simulation(cell.config)
+        result = cell.simulate()
     except Exception as error:
         message = None if isinstance(error, TailcastError) else user_code_message(error)
         if message is None:
@@ -220,14 +227,14 @@ def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
         "again to continue; fewer --workers need less memory"
     )
     with worker_processes(num, dead) as pool:
-        with _interrupts_blocked():
+        with interrupts_blocked():
             futures = {pool.submit(simulate_cell, cell): key for key, cell in todo.items()}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
     """Blocks SIGINT in processes started meanwhile, so that only the parent handles Ctrl-C."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

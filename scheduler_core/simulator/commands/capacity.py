@@ -24,6 +24,7 @@ from scheduler_core.simulator.planning.search import (
     probe_level,
 )
 from scheduler_core.simulator.sweep import Cell, CellStore, run_cells
+from scheduler_core.statistics import Interval, interval
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,12 @@ class SearchConfig(BaseConfig):
 
     def warnings(self, results: Results) -> dict[str, str]:
         return seed_warnings(self, results)
+
+    def estimate(self, values: Sequence[float], bounds: tuple[float, float]) -> Interval:
+        return interval(values, bounds)
+
+    def problem(self, results: Results) -> str | None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

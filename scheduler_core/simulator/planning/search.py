@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from scheduler_core.simulator.metrics import metric, metric_bounds
 from scheduler_core.simulator.sweep import Cell
-from scheduler_core.statistics import interval
+from scheduler_core.statistics import Interval
 
 T = TypeVar("T")
 
@@ -39,6 +39,12 @@ class Levels(Protocol):
     def warnings(self, results: Results) -> dict[str, str]:
         """What may mislead in the results of a level, by kind."""
 
+    def estimate(self, values: Sequence[float], bounds: tuple[float, float]) -> Interval:
+        """What the values of a metric with the seeds say about it."""
+
+    def problem(self, results: Results) -> str | None:
+        """Why a level does not meet the targets whatever its metrics are, as a sentence; None: nothing."""
+
 
 def drive(search: Search[T], simulate: Simulate) -> T:
     """The result of a search, whose cells `simulate` simulates."""
@@ -55,14 +61,17 @@ def probe_level(levels: Levels, level: float, num_seeds: int = 2) -> Search[Prob
     """Adds seeds, two at a time from `num_seeds` on, until the confidence interval of each metric is on one side of its bound.
 
     The result has `level`; `meets` (the targets); `clear` (whether the confidence intervals were conclusive; otherwise the
-    means decided); `estimates`, the intervals over seeds by metric; and `warnings` by kind.
+    means decided); `estimates`, the intervals over seeds by metric; and `warnings` by kind, of which `problem` is
+    `Levels.problem`.
     """
     targets = [(name, bound, 1) for name, bound in levels.at_most.items()]
     targets = sorted([*targets, *((name, bound, -1) for name, bound in levels.at_least.items())])
     while True:
         results = yield [levels.cell(level, seed) for seed in range(levels.seed, levels.seed + num_seeds)]
         estimates = {
-            name: interval([metric(result["metrics"], name) for result in results], metric_bounds(name))
+            name: levels.estimate(
+                [metric(result["metrics"], name) for result in results], metric_bounds(name)
+            )
             for name, _, _ in targets
         }
         met = {
@@ -70,7 +79,8 @@ def probe_level(levels: Levels, level: float, num_seeds: int = 2) -> Search[Prob
             for end in ("mean", "low", "high")
         }
         ends = list(zip(met["low"], met["high"], strict=True))
-        fails, clear = (False, False) in ends, all(low == high for low, high in ends)
+        problem = levels.problem(results)
+        fails, clear = problem is not None or (False, False) in ends, all(low == high for low, high in ends)
         if fails or clear or num_seeds >= levels.max_seeds:
             break
         num_seeds = min(num_seeds + 2, levels.max_seeds)
@@ -79,7 +89,7 @@ def probe_level(levels: Levels, level: float, num_seeds: int = 2) -> Search[Prob
         "meets": not fails and all(met["mean"]),
         "clear": fails or clear,
         "estimates": {name: asdict(estimate) for name, estimate in estimates.items()},
-        "warnings": levels.warnings(results),
+        "warnings": levels.warnings(results) | ({"problem": problem} if problem else {}),
     }
 
 

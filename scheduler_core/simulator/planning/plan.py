@@ -1,0 +1,330 @@
+"""The answer of a plan as JSON content and as a paragraph, and how far it can be trusted."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from scheduler_core.errors import InputError
+from scheduler_core.report.page import format_cell
+from scheduler_core.shell.versions import versions_of
+from scheduler_core.simulator.planning.config import PlanConfig
+from scheduler_core.simulator.planning.planner import LOADS, Candidate, Planner, headline
+from scheduler_core.simulator.planning.simulations import Simulations
+from scheduler_core.simulator.planning.targets import Target
+from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
+from scheduler_core.simulator.steady_state import MIN_TURNOVERS
+from scheduler_core.simulator.step_time.accuracy import error_band, region_of
+from scheduler_core.simulator.trace import Trace
+
+SCHEMA = "tailcast.plan/1"
+#: Largest number of replicas over the smallest one, within the uncertainty of the log, above which it does not decide; a
+#: difference of one replica always does.
+_MAX_SPREAD = 1.34
+#: Bins of the rate over the duration of the log, and the least number of requests and mean latencies in one.
+_BINS, _BIN_REQUESTS, _BIN_LATENCIES = 48, 20, 5
+
+
+def make_plan(
+    config: PlanConfig, log: Trace, path: str, simulations: Simulations, stage: Callable[[str], object]
+) -> dict[str, Any]:
+    """Plans for a log, which is also the trace at `path`. `stage` is called with the name of each step.
+
+    Returns:
+        The content of the result: `answer`, `text` (the paragraph), `unreliable` (why it is not: sentences), `warnings`,
+        `candidates` with their curves of latency over load, `orders`, `what_if`, `profile` (the load over time), `excluded`
+        and `log`.
+
+    Raises:
+        InputError: No choice meets the targets, with the closest one; or an option is invalid.
+    """
+    planner = Planner(config, log, path, simulations)
+    stage("bounds")
+    candidates = planner.candidates()
+    stage("choices")
+    left = planner.screen(candidates)
+    stage("settings")
+    planner.tune(left)
+    stage("replicas")
+    turnovers = planner.reach_steady_state(left)
+    finished = planner.finish(left)
+    stage("routers")
+    planner.route(finished[0])
+    finished.sort(key=lambda one: config.price(one.choice, one.num_replicas))
+    best = finished[0]
+    cost = _cost(planner, best)
+    if config.max_cost is not None and cost > config.max_cost:
+        allowed = f"more; the cheapest choice that meets the others, {_bought(best)}, costs {cost:.3g}"
+        raise InputError("target", f"cost_per_million_tokens<{config.max_cost:g}", allowed)
+    stage("uncertainty")
+    low, high, estimates = planner.replicas_interval(best)
+    stage("load")
+    margin = planner.margin(best)
+    planner.curves(finished)
+    sizes = planner.sizes(finished)
+    orders = planner.order_gain(best)
+    stage("what if")
+    scenarios = planner.what_if(best)
+    metrics = best.curve[1.0]
+    load = 1.0 / (best.num_replicas * best.saturation)
+    answer = {
+        **_described(planner, best),
+        "num_replicas_low": low,
+        "num_replicas_high": high,
+        "cost_per_million_tokens": cost,
+        "estimates": estimates,
+        "metrics": headline(metrics),
+        "margin": margin,
+        "load": load,
+        "error_band": asdict(error_band(region_of(load))) if config.step_time_parameters is None else None,
+    }
+    span_s = log.requests[-1].arrival_s - log.requests[0].arrival_s
+    content = {
+        "schema": SCHEMA,
+        "config": asdict(config),
+        "versions": versions_of(("numpy",)),
+        "log": {
+            "source": log.source,
+            "num_requests": len(log),
+            "num_units": len(units_of(log.requests)),
+            "duration_s": span_s,
+            "rate_rps": planner.rate_rps,
+            "prompt_tokens": sum(row.prompt_tokens for row in log.requests) / len(log),
+            "output_tokens": sum(row.output_tokens for row in log.requests) / len(log),
+            "num_simulated": min(len(log), config.max_requests),
+            "num_repeats": planner.num_repeats,
+            "turnovers": turnovers,
+        },
+        "answer": answer,
+        "unreliable": _unreliable(planner, answer, turnovers, span_s),
+        "warnings": _warnings(planner, metrics),
+        "candidates": [
+            _described(planner, one) | {"curve": _curve(planner, one), "sizes": points}
+            for one, points in zip(finished, sizes, strict=True)
+        ],
+        "orders": orders,
+        "what_if": scenarios,
+        "profile": _profile(planner, best, margin, metrics),
+        "excluded": planner.excluded,
+    }
+    return content | {"text": plan_text(content)}
+
+
+def _described(planner: Planner, one: Candidate) -> dict[str, Any]:
+    return {
+        "hardware": one.choice.hardware,
+        "gpu": one.choice.gpu,
+        "settings": one.choice.settings(),
+        "num_replicas": one.num_replicas,
+        "num_gpus": one.num_replicas * one.choice.devices,
+        "price_per_hour": planner.config.price(one.choice, one.num_replicas),
+    }
+
+
+def _bought(one: Candidate) -> str:
+    return f"{one.num_replicas} replicas of {one.choice.hardware}"
+
+
+def _cost(planner: Planner, one: Candidate) -> float:
+    """Price per million output tokens of the log."""
+    tokens = sum(row.output_tokens for row in planner.log.requests) / len(planner.log)
+    per_hour = planner.rate_rps * tokens * 3600
+    return planner.config.price(one.choice, one.num_replicas) / per_hour * 1e6
+
+
+def _curve(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
+    return [{"load": load, **headline(one.curve[load])} for load in LOADS]
+
+
+def _profile(planner: Planner, best: Candidate, margin: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrivals per second over time, and about how many replicas they need: in proportion to the rate, of which the replicas
+    of the answer bear `margin` times the highest."""
+    log = planner.log
+    span_s = log.requests[-1].arrival_s - log.requests[0].arrival_s
+    longest = max(_BIN_LATENCIES * float(metrics["ttlt_s"]["mean"]), span_s / len(log) * _BIN_REQUESTS)
+    edges, rates = rate_profile(log, max(1, min(_BINS, int(span_s / longest))))
+    full = max(rates) * margin
+    return {
+        "edges_s": edges,
+        "rates_rps": rates,
+        "num_replicas": [max(1, math.ceil(best.num_replicas * rate / full)) for rate in rates],
+    }
+
+
+def _unreliable(planner: Planner, answer: Mapping[str, Any], turnovers: float, span_s: float) -> list[str]:
+    """Why the answer cannot be relied on, with what is necessary."""
+    log, reasons = planner.log, []
+    for target in planner.targets:
+        if len(log) < target.min_requests:
+            needed_s = target.min_requests / planner.rate_rps
+            reasons.append(
+                f"{target.metric} needs a log of at least {target.min_requests:,} requests, which is {duration(needed_s)} at its "
+                f"rate; it has {len(log)}"
+            )
+    if turnovers < MIN_TURNOVERS:
+        needed_s = span_s * MIN_TURNOVERS / turnovers
+        reasons.append(
+            f"the log lasts {duration(span_s)}, which is {turnovers:.2g} mean latencies; a steady state needs {MIN_TURNOVERS:g}, "
+            f"a log of {duration(needed_s)}"
+        )
+    num, low, high = (answer[name] for name in ("num_replicas", "num_replicas_low", "num_replicas_high"))
+    if high is None or (high - low > 1 and high / low > _MAX_SPREAD):
+        spread = (1.5 * num + 1 if high is None else high) / max(low, 1)
+        factor = max(2.0, (math.log(spread) / math.log(_MAX_SPREAD)) ** 2)
+        reasons.append(
+            f"the log allows {low} to {high or f'more than {math.ceil(1.5 * num) + 1}'} replicas; one of about "
+            f"{duration(span_s * factor)} would decide"
+        )
+    return reasons
+
+
+def _warnings(planner: Planner, metrics: Mapping[str, Any]) -> dict[str, str]:
+    """What may mislead in the answer, by kind."""
+    warnings: dict[str, str | None] = {"drift": drift(planner.log), "trace": planner.log.problem}
+    num = len(planner.log)
+    if num > planner.config.max_requests:
+        warnings["part"] = f"simulated are the busiest {planner.config.max_requests} of {num} requests"
+    if planner.num_repeats > 1:
+        warnings["repeated"] = (
+            f"the log was simulated {planner.num_repeats} times in a row to reach a steady state"
+        )
+    skipped = [order for order in planner.config.orders if order not in planner.orders()]
+    if skipped:
+        warnings["orders"] = (
+            f"not simulated, because the log has no prompts to predict lengths from: {', '.join(skipped)}; "
+            "--predictor oracle assumes true lengths"
+        )
+    if metrics["num_refused"]:
+        warnings["refused"] = (
+            f"{metrics['num_refused']} requests are too large for the KV cache and were left out"
+        )
+    return {kind: text for kind, text in warnings.items() if text}
+
+
+def duration(seconds: float) -> str:
+    """A duration in the largest unit of which it has two."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} seconds"
+
+
+_LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "tbt_s": "ITL", "ttlt_s": "end-to-end latency"}
+
+
+def metric_name(metric: str) -> str:
+    """A metric in words, such as P99 of TTFT."""
+    head, _, statistic = metric.partition(".")
+    if not statistic:
+        return "goodput"
+    return f"{statistic.upper() if statistic[0] == 'p' else statistic} of {_LATENCIES.get(head, head)}"
+
+
+def metric_text(metric: str, value: float) -> str:
+    """A value with its unit."""
+    return f"{value:.1%}" if "." not in metric else f"{format_cell(float(f'{value:.3g}'))} s"
+
+
+def plan_text(content: Mapping[str, Any]) -> str:
+    """The answer as a paragraph: what to buy and to set, what the order gains, what it costs, how far the cliff is, and how
+    accurate this is."""
+    answer, settings = content["answer"], content["answer"]["settings"]
+    targets = [Target.of(text) for text in _texts(content["config"]["target"])]
+    num = answer["num_replicas"]
+    reached = "; ".join(
+        f"{metric_name(target.metric)} is {metric_text(target.metric, _of(answer['metrics'], target.metric))}, target "
+        f"{metric_text(target.metric, target.bound)}"
+        for target in targets
+        if target.metric != "cost_per_million_tokens"
+    )
+    parts = []
+    if content["unreliable"]:
+        parts.append(f"Not reliable: {'; '.join(content['unreliable'])}. What the log says:")
+    low, high = answer["num_replicas_low"], answer["num_replicas_high"]
+    span = "" if low == high == num else f" ({low} to {high or 'more'} within the uncertainty of the log)"
+    parts.append(
+        f"Buy {num} replica{'s' * (num > 1)} of {answer['hardware']}{span}: {answer['num_gpus']} GPUs, "
+        f"{answer['price_per_hour']:.2f} per hour, {answer['cost_per_million_tokens']:.2f} per million output tokens. {_first_upper(reached)}."
+    )
+    words = [
+        f"max_num_seqs {settings['max_num_seqs']}",
+        f"max_num_batched_tokens {settings['max_num_batched_tokens']}",
+    ]
+    words.append(f"prefix caching {'on' if settings['prefix_caching'] else 'off'}")
+    words.append(f"order {settings['order']}")
+    if num > 1:
+        words.append(f"router {settings['router']}")
+    if settings.get("prefill_fraction"):
+        words.append(f"{settings['prefill_fraction']:.0%} of the replicas for prompts only")
+    parts.append(f"Set {', '.join(words)}.")
+    parts += _order_sentences(content, targets[0])
+    if answer["margin"] >= 4:
+        parts.append("The targets hold at four times the load.")
+    elif answer["margin"] > 1:
+        parts.append(f"The targets hold up to {answer['margin']:.2f} times the load of the log.")
+    else:
+        parts.append("There is no margin: a few percent more load break the targets.")
+    parts.append(_band_sentence(answer))
+    return " ".join(parts)
+
+
+def _texts(target: Any) -> list[str]:
+    return [word for word in (target.split(",") if isinstance(target, str) else target) if word.strip()]
+
+
+def _of(metrics: Mapping[str, Any], metric: str) -> float:
+    head, _, statistic = metric.partition(".")
+    return float(metrics[head][statistic] if statistic else metrics[head])
+
+
+def _first_upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
+    """What the chosen order gains over fcfs, or the best other one over it."""
+    orders = {one["order"]: one for one in content["orders"]}
+    chosen = orders.get(content["answer"]["settings"]["order"])
+    others = [one for one in orders.values() if one is not chosen]
+    if chosen is None or not others:
+        return []
+    base = orders.get("fcfs", others[0]) if chosen["order"] != "fcfs" else others[0]
+    own, other = _of(chosen["metrics"], target.metric), _of(base["metrics"], target.metric)
+    mean, other_mean = (one["metrics"]["ttlt_s"]["mean"] for one in (chosen, base))
+    text = (
+        f"With order {base['order']} the same replicas have {metric_name(target.metric)} {metric_text(target.metric, other)} "
+        f"and a mean end-to-end latency of {other_mean:.3g} s instead of {metric_text(target.metric, own)} and {mean:.3g} s"
+    )
+    needed = base["num_replicas"]
+    if needed != chosen["num_replicas"]:
+        text += f", and {needed or 'more than max_replicas'} replicas are necessary"
+    return [text + "."]
+
+
+def _band_sentence(answer: Mapping[str, Any]) -> str:
+    band = answer["error_band"]
+    if band is None:
+        return "The error of the simulator is that of the calibration."
+    region = str(band["region"]).replace("_", " ")
+    text = (
+        f"The replicas run at {answer['load']:.0%} of their saturation ({region}), where the simulator's mean error is "
+        f"{band['ttft_p99']:.0%} for P99 of TTFT, {band['e2e_p99']:.0%} for P99 and {band['e2e_mean']:.0%} for the mean of "
+        f"end-to-end latency, {band['itl_mean']:.0%} for ITL and {band['max_rate']:.0%} for the highest rate"
+    )
+    if answer["margin"] < 1 + band["max_rate"]:
+        text += ", which is more than the margin: one more replica is the safe choice"
+    return text + "."
+
+
+def lines_of(content: Mapping[str, Any]) -> list[str]:
+    """The paragraph, and a line for each scenario."""
+    lines = [content["text"]]
+    for one in content["what_if"]:
+        held = "the replicas meet the targets" if one["meets"] else "the replicas miss the targets"
+        needed = (
+            "more than max_replicas are necessary"
+            if one["num_replicas"] is None
+            else f"{one['num_replicas']} replicas are necessary ({one['price_per_hour']:.2f} per hour)"
+        )
+        lines.append(f"{one['scenario']}: {held}; {needed}")
+    return lines

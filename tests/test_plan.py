@@ -1,0 +1,209 @@
+"""`tailcast plan`: from a log to an answer, as a newcomer types it."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
+from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import Trace, load_trace, write_trace
+from tailcast.cli import main
+from tests.scheduler_core.helpers import trace_row
+
+Captured = pytest.CaptureFixture[str]
+LINEAR = {"base_s": 0.01, "per_prefill_token_s": 2e-5, "per_decode_s": 2e-4, "per_context_token_s": 0.0}
+BLOCKS, SEQS = 4000, 32
+
+
+def typed(line: str) -> int:
+    return main(["plan", *shlex.split(line)])
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> str:
+    """Options of an engine with measured step times, of which a replica costs 2 per hour."""
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps({"step_time": {"name": "linear", "parameters": LINEAR}}))
+    return f"--step_time_parameters {file} --num_kv_blocks {BLOCKS} --gpus small=2 --workers 1"
+
+
+def log_of(path: Path, num: int, rate: float, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate, num))
+    rows = [
+        trace_row(f"r{at}", float(time), int(rng.integers(20, 600)), int(rng.integers(5, 60)), 100)
+        for at, time in enumerate(times)
+    ]
+    write_trace(Trace(tuple(rows)), path)
+    return path
+
+
+def needed(log: Path, bound_s: float) -> int:
+    """The number of replicas by trying them in turn."""
+    trace = load_trace(log)
+    for num in range(1, 50):
+        config = SimulationConfig(
+            trace=str(log), policy="fcfs", step_time=LinearStepTime(**LINEAR), cluster=ClusterConfig(num_replicas=num),
+            scheduler=SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=2048, num_kv_blocks=BLOCKS),
+        )  # fmt: skip
+        if run_simulation(config, trace=trace).metrics["ttft_s"]["p90"] < bound_s:
+            return num
+    raise AssertionError
+
+
+@pytest.mark.parametrize("rate", [30.0, 75.0])
+def test_the_answer_is_that_of_brute_force(
+    rate: float, engine: str, tmp_path: Path, capsys: Captured
+) -> None:
+    log = log_of(tmp_path / "log.parquet", 600, rate)
+    line = f"{log} {engine} --target 'ttft_s.p90<0.3' --max_num_seqs [{SEQS}] --max_num_batched_tokens [2048]"
+    line += f" --json {tmp_path}/plan.json --report {tmp_path}/plan.html --what_if failed_replicas=1"
+    assert typed(line) == 0
+    plan = read(tmp_path / "plan.json")
+    answer = plan["answer"]
+    assert answer["num_replicas"] == needed(log, 0.3)
+    assert answer["num_replicas_low"] <= answer["num_replicas"] <= answer["num_replicas_high"]
+    assert answer["price_per_hour"] == 2 * answer["num_replicas"]
+    assert answer["metrics"]["ttft_s"]["p90"] < 0.3
+    [scenario] = plan["what_if"]
+    assert not scenario["meets"]
+    assert scenario["num_replicas"] == answer["num_replicas"] + 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == plan["text"]
+    assert shown[0].startswith(f"Buy {answer['num_replicas']} replica")
+    assert shown[1].startswith("failed_replicas=1: the replicas miss the targets")
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<svg") == 3
+    assert "<script" not in page
+
+
+@pytest.mark.mend  # A log of 30 s got a capacity without a word about its length.
+def test_a_log_of_30_seconds_is_refused_with_the_length_that_is_enough(
+    engine: str, tmp_path: Path, capsys: Captured
+) -> None:
+    log = log_of(tmp_path / "log.parquet", 60, 2.0)
+    assert typed(f"{log} {engine} --target 'ttft_s.p99<2' --json {tmp_path}/plan.json") == 3
+    [reason, *_] = read(tmp_path / "plan.json")["unreliable"]
+    assert reason.startswith(
+        "ttft_s.p99 needs a log of at least 1,000 requests, which is 9 minutes at its rate"
+    )
+    assert capsys.readouterr().out.startswith(f"Not reliable: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--target 'ttft_s.p90<0.005'", "target: got 'ttft_s.p90<0.005'; allowed: more; the closest: ttft_s.p90 is 0.0"),
+        ("--target 'ttft_s.p90<0.3,cost_per_million_tokens<0.01'", "the cheapest choice that meets the others, 1 replicas of small, costs"),
+        ("--target 'ttft_s.p90<0.3' --max_num_seqs [1] --max_replicas 3", "max_replicas: got 3; allowed: more; a replica bears less than 0.083 of the load: ttft_s.p90 is "),
+        ("--target 'ttft_s.p90<0.3' --orders [tie]", "because the log has no prompts"),
+        ("--target 'ttft_s.p90<0.3' --num_kv_blocks 20", "requests are longer than its KV cache of 320 tokens"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_met_is_refused_with_the_closest(
+    options: str, message: str, engine: str, tmp_path: Path, capsys: Captured
+) -> None:
+    log = log_of(tmp_path / "log.parquet", 300, 20.0)
+    assert typed(f"{log} {engine} {options}") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_from_an_openai_log_to_an_answer(engine: str, tmp_path: Path, capsys: Captured) -> None:
+    """With prompts: the default order is compared with that of arrival."""
+    rng = np.random.default_rng(1)
+    lines, now = [], 1_790_000_000.0
+    for number in range(301):
+        now += float(rng.exponential(0.1))
+        usage = {"prompt_tokens": int(rng.integers(20, 300)), "completion_tokens": int(rng.integers(5, 60))}
+        request = {
+            "model": "m",
+            "max_tokens": 100,
+            "messages": [{"role": "user", "content": f"Word {number}?"}],
+        }
+        response = {"id": f"c{number}", "model": "m", "usage": usage, "choices": [{"finish_reason": "stop"}]}
+        record = {"request": request, "response": response, "created_at": now}
+        lines.append(json.dumps(record if number else {"request": request, "response": None}))
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    line = f"{tmp_path}/log.jsonl {engine} --target 'ttft_s.p90<0.3,e2e_s.mean<5' --json {tmp_path}/plan.json"
+    assert typed(line) == 0
+    plan = read(tmp_path / "plan.json")
+    assert plan["log"]["num_requests"] == 300
+    assert plan["log"]["source"] == "log.jsonl"
+    assert {one["order"] for one in plan["orders"]} == {"fcfs", "bounded_shortest"}
+    assert plan["answer"]["num_replicas"] == 1
+    assert "end-to-end latency" in capsys.readouterr().out
+
+
+def sessions(path: Path, num: int, turns: int) -> Path:
+    """Recorded agent sessions, in the columns of the public ones."""
+    rng = np.random.default_rng(4)
+    rows = []
+    for session in range(num):
+        time_s, cached = 0.0, 0
+        for turn in range(turns):
+            pause = float(rng.uniform(0.5, 4)) if turn else 0.0
+            new, output = int(rng.integers(100, 400)), int(rng.integers(5, 60))
+            time_s += pause + 1.0
+            row = {
+                "session": f"t{session}",
+                "agent": "main",
+                "depth": 0,
+                "time_s": time_s - 1.0,
+                "kind": "s",
+                "model": "m",
+            }
+            row |= {"input_tokens": cached + new, "cached_tokens": cached, "output_tokens": output}
+            row |= {
+                "stop": "tool_use" if turn < turns - 1 else "end_turn",
+                "input_types": "tool_result" if turn else "text",
+            }
+            rows.append(
+                row | {"output_types": "text", "think_time_s": pause, "api_time_s": 1.0, "ttft_s": None}
+            )
+            cached += new
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_from_agent_sessions_to_an_answer(engine: str, tmp_path: Path, capsys: Captured) -> None:
+    log = sessions(tmp_path / "agent_sessions.parquet", 40, 10)
+    line = f"{log} {engine} --target 'ttft_s.p90<0.5' --json {tmp_path}/plan.json"
+    assert typed(line) == 2
+    assert (
+        "sessions with times of arrival (40 of 40 start at the same time); or a rate"
+        in capsys.readouterr().err
+    )
+    assert typed(f"{line} --rate 10") == 0
+    plan = read(tmp_path / "plan.json")
+    assert plan["log"]["num_requests"] == 400
+    assert plan["log"]["num_units"] < 100
+    assert plan["log"]["rate_rps"] == pytest.approx(10, rel=0.1)
+    hits = plan["answer"]["metrics"]["prefix_hit_fraction"]
+    assert hits > 0.5
+
+
+@pytest.mark.slow
+def test_from_the_public_agent_sessions_to_an_answer(tmp_path: Path) -> None:
+    data = os.environ.get("DATA")
+    if not data:
+        pytest.skip("needs DATA, the folder of the public data sets")
+    line = f"{data}/traces/agent_sessions.parquet --rate 2 --model llama-3.1-8b --gpus h100-80gb=2.5 --target 'ttft_s.p90<5'"
+    assert typed(f"{line} --max_requests 3000 --json {tmp_path}/plan.json --report {tmp_path}/plan.html") in (
+        0,
+        3,
+    )
+    assert read(tmp_path / "plan.json")["answer"]["num_replicas"] >= 1
