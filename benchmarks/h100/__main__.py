@@ -49,20 +49,20 @@ def error_table(runs: list[Run], errors: Errors, latencies: dict[int, dict[int, 
 
 
 def group_table(runs: list[Run], errors: Errors, left_out: Errors) -> str:
-    """Mean absolute errors in % of whole runs, by group."""
+    """Mean absolute errors in % of whole runs, by group: those of the fit, the others, and all with their model left out."""
+    groups = {
+        "runs of the fit": [(index, errors) for index, run in enumerate(runs) if run.workload == FITTED_TO],
+        "other runs": [(index, errors) for index, run in enumerate(runs) if run.workload != FITTED_TO],
+        "model left out": [(index, left_out) for index in range(len(runs))],
+    }
     rows = []
-    for title, of_runs in (("all models fitted", errors), ("the model left out of the fit", left_out)):
-        for kind, is_moe in (("dense", False), ("mixture of experts", True)):
-            for workload in dict.fromkeys(run.workload for run in runs):
-                rows_of = [
-                    of_runs[index][WHOLE]
-                    for index, run in enumerate(runs)
-                    if run.is_moe is is_moe and run.workload == workload
-                ]
-                if rows_of:
-                    cells = [percent(value) for value in mean_errors(rows_of).values()]
-                    rows.append([f"{title}: {kind}, {workload}", str(len(rows_of)), *cells])
-    return markdown_table(["constants: models, workload", "runs", *TITLES], rows)
+    for title, members in groups.items():
+        for kind, is_moe in (("dense", False), ("experts", True)):
+            chosen = [of_runs[index][WHOLE] for index, of_runs in members if runs[index].is_moe is is_moe]
+            if chosen:
+                cells = [percent(value) for value in mean_errors(chosen).values()]
+                rows.append([f"{title}, {kind}", str(len(chosen)), *cells])
+    return markdown_table(["", "runs", *TITLES], rows)
 
 
 def constants_table(fitted: Constants, left_out: dict[str, Constants]) -> str:

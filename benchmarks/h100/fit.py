@@ -22,7 +22,8 @@ Constants = dict[str, float]
 Latencies = dict[int, dict[str, float]]
 #: Constants of the times between tokens, with their ranges.
 _DECODE = {"memory_efficiency": (0.3, 1.0), "layer_s": (0.0, 3e-4), "link_efficiency": (0.02, 1.0)}
-_COMPUTE = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
+#: Below, prompts would run slower than vLLM is known to process them on this device.
+_COMPUTE = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
 #: Loads, as fractions of the saturation rate, at which the propagated errors are computed, and requests of a simulation.
 _LOADS, _LOADED_REQUESTS = {"near_saturation": 0.9, "overload": 1.2}, 2000
 
@@ -47,10 +48,12 @@ class Fit:
         constants["frontend_s"] = 0.0
         for run in self._runs:
             if not run.is_moe:
-                alone = replace(run, stages={(first := min(run.stages)): run.stages[first]})
+                first_stage = replace(run, stages={(first := min(run.stages)): run.stages[first]})
                 self._uncached[run.model] = [
                     simulate(
-                        alone, run.step_time(**constants | {"compute_efficiency": value}), alone.trace()
+                        first_stage,
+                        run.step_time(**constants | {"compute_efficiency": value}),
+                        first_stage.trace(),
                     )[first]["ttft_p99"]
                     for value in _COMPUTE
                 ]

@@ -22,7 +22,7 @@ class ErrorBand:
 
     Attributes:
         basis: "measured": differences from a real engine. "propagated": no run of a real engine was in the region; the
-            measured error of the step time, carried through simulations of the region.
+            measured error of the step time, applied in simulations of the region.
         num_runs: Runs (measured) or simulations (propagated) behind the figures.
     """
 
