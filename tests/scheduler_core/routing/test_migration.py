@@ -26,7 +26,7 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step
 
 MOVE = Move("r", "a", "b")
-ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "drain", "drain"]
+ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "drain", "drain", "fail"]
 
 
 def scheduler(policy: str = "tie", log: DecisionLog | None = None, **limits: Any) -> Scheduler:
@@ -230,6 +230,20 @@ class Walk:
         for aborted in self.migrations.on_draining(self.pick(["a", "b"]), self.now):
             self.note(aborted)
 
+    def fail(self) -> None:
+        side = self.pick(["a", "b"])
+        core, plan = self.sides[side], self.open.pop(side, None)
+        moves = {name: copy.move.source for name, copy in self.copies.items() if not copy.live}
+        lost = [name for name in self.tokens if moves.get(name, self.side_of(name)) == side]
+        for aborted in self.migrations.on_failed(side, self.now):
+            self.note(aborted)
+        for name in lost:
+            assert core.abort(name, self.now) == (name not in moves)
+            del self.tokens[name]
+        if plan is not None:
+            core.complete(StepResult(plan.step), self.now)
+        assert core.pool.kv.num_free_blocks == 12, "a failed replica still has memory of a request"
+
     def check(self) -> None:
         for core in self.sides.values():
             core.validate()
@@ -243,7 +257,7 @@ class Walk:
 
 @pytest.mark.parametrize("policy", ["fcfs", "tie", "srpt", "las"])
 def test_requests_keep_their_tokens_and_memory_is_conserved(policy: str) -> None:
-    """All invariants after every call, no token lost, nearly every way out taken, and both decision logs replay."""
+    """All invariants after every call, no token lost but with a failed side, nearly every way out taken, and both decision logs replay."""
     ends: list[AbortReason | str] = []
     for seed in range(8):
         walk = Walk(policy, np.random.default_rng(seed))
