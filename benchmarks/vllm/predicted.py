@@ -4,10 +4,10 @@
     python -m benchmarks.vllm.predicted [--json FILE] [--quick]
 
 vLLM's OpenAI server gets prompts over HTTP in an open loop (Poisson): after a run with all requests at once, which gives the
-capacity, two loads in turn. Step times are fitted as by `simulate calibrate` to what a user has of the first load: the times of
-its requests, in the format of `vllm bench serve --save-detailed`, its log with a line for each step, or scrapes of /metrics.
-With them the simulator predicts the requests of the other load, of which it gets arrivals and lengths. Loads alternate because the speed of a shared machine
-changes.
+capacity, a first load, a second one, and the first one again, because the speed of a shared machine changes. Step times are
+fitted as by `simulate calibrate` to what a user has of the first load: the times of its requests, in the format of `vllm bench
+serve --save-detailed`, vLLM's log with a line for each step, or scrapes of /metrics. With them the simulator predicts the
+requests of the second load, of which it gets arrivals and lengths; and `tailcast plan`, from the same log, what one replica has.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from benchmarks.vllm.results import measured_capacity
 from benchmarks.vllm.server import MODEL, StepTail, openai_server, run_engines
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.shell.command import CHECK_FAILED
 from scheduler_core.shell.files import write_json
 from scheduler_core.simulator.commands.calibrate import EngineCalibrationConfig, calibrate
 from scheduler_core.simulator.measurements.prometheus import parse_scrapes
 from scheduler_core.simulator.measurements.sources import Source, metrics_source, read_sources
+from tailcast.commands.plan import main as plan
 
 #: Lengths of prompts and outputs in tokens, log-uniformly distributed.
 PROMPTS, OUTPUTS = (16, 256), (8, 128)
@@ -63,7 +65,7 @@ def draw(count: int, rate: float | None, rng: np.random.Generator) -> list[Ask]:
 
 
 def bench_result(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows of a run in the format of `vllm bench serve --save-detailed`."""
+    """The rows of a run in the format of `vllm bench serve --save-detailed --append-result`."""
     return {
         "input_lens": [row["prompt_tokens"] for row in rows],
         "output_lens": [row["output_tokens"] for row in rows],
@@ -143,17 +145,22 @@ def measure(options: argparse.Namespace) -> dict[str, list[Path]]:
         rows = send(draw(options.at_once, None, rng))
         capacity = measured_capacity(rows, options.max_num_seqs)
         print(f"capacity {capacity:.2f} requests/s", flush=True)
-        for index in range(options.rounds):
-            for name, load in zip(files, options.loads, strict=True):
-                rate = load * capacity
-                path = out / f"{name}-{index}.json"
-                begin = log.stat().st_size
-                with scraping(url, path.with_suffix(".metrics")):
-                    rows = send(draw(max(4, round(rate * options.part_s)), rate, rng))
-                write_json(path, bench_result(rows))
-                path.with_suffix(".log").write_bytes(size_line(log) + log.read_bytes()[begin:])
-                files[name].append(path)
-                print(f"{path.name}: {len(rows)} requests at {rate:.2f} per second", flush=True)
+        for index, (name, load, seconds) in enumerate(
+            [
+                ("first", options.loads[0], options.first_s),
+                ("second", options.loads[1], options.second_s),
+                ("first", options.loads[0], options.first_s),
+            ]
+        ):
+            rate = load * capacity
+            path = out / f"{name}-{index}.jsonl"
+            begin = log.stat().st_size
+            with scraping(url, path.with_suffix(".metrics")):
+                rows = send(draw(max(4, round(rate * seconds)), rate, rng))
+            path.write_text(json.dumps(bench_result(rows)), encoding="utf-8")
+            path.with_suffix(".log").write_bytes(size_line(log) + log.read_bytes()[begin:])
+            files[name].append(path)
+            print(f"{path.name}: {len(rows)} requests at {rate:.2f} per second", flush=True)
     return files
 
 
@@ -190,11 +197,32 @@ def predict(options: argparse.Namespace, files: Mapping[str, Sequence[Path]]) ->
         result = calibrate(config, [source], [second])
         names = ("step_time", "intervals", "num_steps", "held_out_step_errors", "region", "warnings")
         results[name] = {each: result[each] for each in names} | result["loads"][0]
+    calibration = options.out / "calibration.json"
+    write_json(calibration, {"step_time": results["requests"]["step_time"]})
+    results["plan"] = planned(options, files["second"][0], calibration, results["requests"])
     return {"loads": options.loads, "max_num_seqs": options.max_num_seqs, "fits": results}
 
 
+def planned(
+    options: argparse.Namespace, log: Path, calibration: Path, fit: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `tailcast plan` says about one replica with the load of a log, beside what was measured."""
+    target = options.out / "plan.json"
+    words = [str(log), "--step_time_parameters", str(calibration), "--gpus", "cpu=1", "--json", str(target)]
+    words += ["--target", "e2e_s.mean<1000", "--num_kv_blocks", "1456", "--prefix_caching", "[false]"]
+    words += ["--max_num_seqs", f"[{options.max_num_seqs}]", "--max_num_batched_tokens", f"[{STEP_TOKENS}]"]
+    words += ["--orders", "[fcfs]", "--workers", "1", "--overwrite", "true"]
+    if (code := plan(words)) not in (0, CHECK_FAILED):
+        raise RuntimeError(f"tailcast plan {' '.join(words)} ended with {code}")
+    content = json.loads(target.read_text(encoding="utf-8"))
+    metrics = content["answer"]["metrics"]
+    simulated = {name: metrics[name]["mean"] for name in NAMES}
+    kept = {name: fit[name] for name in ("num_requests", "measured")}
+    return kept | {"simulated": simulated, "exit_code": code, "text": content["text"]}
+
+
 def table(results: Mapping[str, Any]) -> str:
-    """A row for each fit: measured and predicted means of the second load in seconds, and errors."""
+    """A row for each prediction: measured and predicted means of the second load in seconds, and errors."""
     rows = []
     for name, fit in results["fits"].items():
         cells = [name, str(fit["num_requests"])]
@@ -202,7 +230,7 @@ def table(results: Mapping[str, Any]) -> str:
             measured, simulated = fit["measured"][metric], fit["simulated"][metric]
             cells += [f"{measured:.3g}", f"{simulated:.3g}", f"{100 * (simulated / measured - 1):+.1f} %"]
         rows.append(cells)
-    header = ["fitted to", "requests"]
+    header = ["from", "requests"]
     for name in NAMES.values():
         header += [f"{name} mean", "predicted", "error"]
     return markdown_table(header, rows)
@@ -212,7 +240,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the engine and prints the table; returns 2 if a requirement is missing."""
     options = _parser().parse_args(args)
     if options.quick:
-        options.rounds, options.part_s, options.at_once, options.max_num_seqs = 1, 24.0, 12, 4
+        options.first_s, options.second_s, options.at_once, options.max_num_seqs = 12.0, 12.0, 12, 4
     return run_engines(_run, options)
 
 
@@ -235,8 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("out/vllm_predicted"), help="folder of the runs")
     add("--json", type=Path, help="file of the results; default: results.json in the folder")
     add("--loads", type=float, nargs=2, default=[0.35, 0.55], help="loads as fractions of the capacity")
-    add("--rounds", type=int, default=3, help="number of parts of each load")
-    add("--part_s", type=float, default=25.0, help="seconds of a part")
+    add("--first_s", type=float, default=35.0, help="seconds of each of the two parts of the first load")
+    add("--second_s", type=float, default=90.0, help="seconds of the second load")
     add("--at_once", type=int, default=48, help="requests of the run that gives the capacity")
     add("--max_num_seqs", type=int, default=16)
     add("--seed", type=int, default=0)

@@ -486,11 +486,11 @@ BENCH = bench_json(
         (json.dumps(BENCH | {"itls": [["x"]] * 13}), r"itls\[0\]\[0\]: got 'x'"),
         ('{"status": "success", "data": {"resultType": "vector"}}', "data.resultType: got 'vector'"),
         (
-            '{"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"__name__": "vllm:x"}, "values": [[1, "y"]]}]}}',
+            '{"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"__name__": "vllm:prompt_tokens_total"}, "values": [[1, "y"]]}]}}',
             r"data.result\[0\].values: got \[1, 'y'\]",
         ),
         ("vllm:prompt_tokens_total{ 3", "line 1: got 'vllm:prompt_tokens_total"),
-        ("# a\nvllm:x 1\n# a\nvllm:x 2\n", "vllm:iteration_tokens_total_count: got 'missing'"),
+        ("# a\nvllm:prompt_tokens_total 1\n# a\nvllm:prompt_tokens_total 2\n", "_count: got 'missing'"),
         ("[1, 0.1, 3]", "a list of at least 6 numbers"),
         ('{"num_decodes": 1, "num_steps": "x"}', "num_steps: got 'x'"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -74,15 +74,18 @@ def fit_step_time(
     total time of all steps, including outliers, because queues depend on the mean step time, and relative errors bias a fit
     to noisy steps towards short ones (E[1/s] / E[1/s^2] instead of E[s], for steps of one size).
     """
-    points = _Points(measurements, name, fixed or {})
+    return _fit(_Points(measurements, name, fixed or {}))
+
+
+def _fit(points: _Points) -> StepTimeFit:
     values, regular = points.solve(np.ones(len(points.seconds), bool))
     errors = np.abs(points.expected_s(values) - points.seconds) / points.seconds
     parameters = points.parameters(values)
     return StepTimeFit(
-        make_step_time(name, parameters),
-        name,
+        make_step_time(points.name, parameters),
+        points.name,
         parameters,
-        len(measurements),
+        points.num_samples,
         int((~regular).sum()),
         float(np.median(errors)),
     )
@@ -93,8 +96,8 @@ def validated_fit(
 ) -> StepTimeFit:
     """`fit_step_time` with `held_out_errors`, `intervals` and `biases`, from `FOLDS` consecutive parts of the measurements,
     which should be in the order of time."""
-    fit = fit_step_time(measurements, name, fixed)
     points = _Points(measurements, name, fixed or {})
+    fit = _fit(points)
     num = len(points.seconds)
     fold_of = np.arange(num) * FOLDS // num
     expected, values = np.empty(num), []
@@ -109,16 +112,11 @@ def validated_fit(
     low, high = np.maximum(middle - STUDENT_T * deviation, 0.0), middle + STUDENT_T * deviation
     ratios = expected / points.seconds - 1
     quantiles = _weighted_quantiles(np.abs(ratios), points.weights, (0.5, 0.9))
-    return StepTimeFit(
-        fit.step_time,
-        name,
-        fit.parameters,
-        fit.num_samples,
-        fit.num_outliers,
-        fit.median_error,
-        {"median": quantiles[0], "p90": quantiles[1]},
-        {one: [float(low[at]), float(high[at])] for at, one in enumerate(points.names)},
-        _biases(points.measurements, ratios),
+    return replace(
+        fit,
+        held_out_errors={"median": quantiles[0], "p90": quantiles[1]},
+        intervals={one: [float(low[at]), float(high[at])] for at, one in enumerate(points.names)},
+        biases=_biases(points.measurements, ratios),
     )
 
 
@@ -154,7 +152,8 @@ class _Points:
 
     def __init__(self, measurements: Sequence[StepMeasurement], name: str, fixed: Mapping[str, Any]) -> None:
         check_choice("step_time_model", name, PARAMETERS)
-        self._name, self._fixed = name, dict(fixed)
+        self.name, self._fixed = name, dict(fixed)
+        self.num_samples = len(measurements)
         self.names = [one for one in PARAMETERS[name] if one not in fixed]
         least = 2 * max(len(self.names), 2)
         if len(measurements) < least or not all(one.duration_s > 0 for one in measurements):
@@ -189,21 +188,21 @@ class _Points:
 
     def expected_s(self, values: FloatArray, chosen: NDArray[np.bool_] | None = None) -> FloatArray:
         """Durations of all or the chosen measurements by the model with these parameters."""
-        if self._name in SUMS:
+        if self.name in SUMS:
             times: FloatArray = self._features @ values + self._rest
             return times if chosen is None else times[chosen]
-        return self._times(make_step_time(self._name, self.parameters(values)), chosen)
+        return self._times(make_step_time(self.name, self.parameters(values)), chosen)
 
     def solve(self, chosen: NDArray[np.bool_]) -> tuple[FloatArray, NDArray[np.bool_]]:
         """Parameters from the chosen measurements, and which of them are not outliers."""
         regular = chosen.copy()
         values = self._initial
-        solve = self._least_sum if self._name in SUMS else self._least_maximum
+        solve = self._least_sum if self.name in SUMS else self._least_maximum
         for _ in range(2):
             values = solve(values, regular)
             errors = np.abs(self.expected_s(values) - self.seconds) / self.seconds
             regular = chosen & (errors <= OUTLIER * max(float(np.median(errors[chosen])), 1e-9))
-        if self._name != "roofline":
+        if self.name != "roofline":
             weights = self.weights[chosen]
             total = float((weights * self.expected_s(values, chosen)).sum())
             values = values * float((weights * self.seconds[chosen]).sum()) / total
@@ -225,7 +224,7 @@ class _Points:
 
         start = np.log(np.maximum(initial, 1e-12))
         upper = np.array([0.0 if one.endswith("efficiency") else math.inf for one in self.names])
-        if self._name != "roofline":  # the magnitude first
+        if self.name != "roofline":  # the magnitude first
             ratio = float((self.seconds[chosen] / self.expected_s(initial, chosen)).mean())
             start = start + math.log(ratio)
         root = np.sqrt(self.weights[chosen] / self.weights[chosen].mean())
@@ -244,7 +243,7 @@ class _Points:
         return values
 
     def _model(self, changes: Mapping[str, float]) -> StepTime:
-        return make_step_time(self._name, self.parameters(self._initial) | dict(changes))
+        return make_step_time(self.name, self.parameters(self._initial) | dict(changes))
 
     def _times(self, model: StepTime, chosen: NDArray[np.bool_] | None = None) -> FloatArray:
         works = self._works if chosen is None else [self._works[at] for at in np.flatnonzero(chosen)]
@@ -256,16 +255,11 @@ def _thinned(measurements: Sequence[StepMeasurement], limit: int) -> list[StepMe
     """At most about `limit` measurements: of those with and without a prompt every n-th, with n times the weight."""
     if len(measurements) <= limit:
         return list(measurements)
-    steps = {}
-    for is_prompt in (False, True):
-        num = sum([(one.prefills > 0) == is_prompt for one in measurements])
-        steps[is_prompt] = max(1, -(-2 * num // limit))
-    counts = {False: 0, True: 0}
-    chosen = []
-    for one in measurements:
-        is_prompt = one.prefills > 0
-        if counts[is_prompt] % steps[is_prompt] == 0:
-            values = {name: getattr(one, name) for name in StepMeasurement.__slots__}
-            chosen.append(StepMeasurement(**values | {"weight": one.weight * steps[is_prompt]}))
-        counts[is_prompt] += 1
-    return chosen
+    chosen: list[tuple[int, StepMeasurement]] = []
+    prompts = np.array([one.prefills > 0 for one in measurements])
+    for part in (np.flatnonzero(prompts), np.flatnonzero(~prompts)):
+        every = max(1, -(-2 * len(part) // limit))
+        for index in part[::every]:
+            one = measurements[index]
+            chosen.append((index, replace(one, weight=one.weight * every)))
+    return [one for _, one in sorted(chosen, key=lambda pair: pair[0])]

@@ -27,6 +27,8 @@ PROMPT_TOKENS = "vllm:prompt_tokens_total"
 CACHED_TOKENS = ("vllm:prompt_tokens_cached_total", "vllm:prefix_cache_hits_total")
 USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 CACHE = "vllm:cache_config_info"
+#: Beginnings of the names of all of them.
+READ = (TOKENS_OF_STEPS, *GAPS, FIRST_TOKENS, PREFILL_S, PROMPT_TOKENS, *CACHED_TOKENS, *USAGE, CACHE)
 #: Labels that identify an engine; some of its metrics have no model_name.
 ENGINE_LABELS = ("instance", "pod", "job", "engine")
 #: Labels of `CACHE`: size in tokens, or in blocks and tokens per block before vLLM 0.14.
@@ -43,15 +45,16 @@ def parse_scrapes(text: str, name: str) -> Scrapes:
     and the line, for a line that is not in Prometheus' text format."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    lines = text.splitlines()
+    lines = text.strip().splitlines()
     engines: defaultdict[tuple[str, ...], list[Scrape]] = defaultdict(list)
     scrape: defaultdict[tuple[str, ...], Scrape] = defaultdict(dict)
-    for number, line in enumerate([*lines, lines[0]] if lines else [], 1):
-        if line == lines[0] and number > 1:  # the next scrape
+    series = lines[0].rpartition(" ")[0]  # or the comment with which a scrape begins
+    for number, line in enumerate([*lines, lines[0]], 1):
+        if number > 1 and line.rpartition(" ")[0] == series:
             for key, metrics in scrape.items():
                 engines[key].append(metrics)
             scrape = defaultdict(dict)
-        if not line.startswith("vllm:") or number > len(lines):
+        if not line.startswith(READ) or number > len(lines):
             continue
         try:
             samples = [
@@ -97,7 +100,7 @@ def parse_range_query(content: Mapping[str, Any], name: str) -> Scrapes:
         if not isinstance(labels, dict) or not isinstance(values, list):
             raise InputError(where, row, "an object with metric and values")
         metric = str(labels.get("__name__"))
-        if not metric.startswith("vllm:"):
+        if not metric.startswith(READ):
             continue
         texts = {str(key): str(value) for key, value in labels.items()}
         for pair in values:
@@ -134,9 +137,9 @@ def scrape_measurements(
 
     Between two scrapes, the mean time between tokens is the mean duration of the steps, weighted by their decodes, and the
     mean prefill time of requests that of a step with a prompt. The batch is the mean over the steps, with the same weights:
-    decodes and computed prompt tokens divided by the number of steps, and the used part of the KV cache at both ends. So constants are those of
-    the load's usual steps, which differences between intervals separate; see the intervals of `validated_fit`. As the used memory is only known at
-    scrapes, a part of its time may be attributed to the decodes.
+    decodes and computed prompt tokens divided by the number of steps, and the used part of the KV cache at both ends. So
+    constants are those of the load's usual steps, which differences between intervals separate. As the used memory is only
+    known at scrapes, a part of its time may be attributed to the decodes.
     `InputError` if a metric is missing.
     """
     left_out: Counter[str] = Counter()

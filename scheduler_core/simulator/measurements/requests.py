@@ -113,20 +113,22 @@ def request_measurements(
         if len(probe.token_s) != probe.output_tokens:
             rows += _all_steps(batch, probe)
     rows += _single_steps(batch, [one for one in complete if len(one.token_s) == one.output_tokens])
-    steps, long = [], _long_prompts(complete, max_num_batched_tokens)
-    for at_s, step in sorted(rows, key=lambda row: row[0]):
-        begun, ended = (np.searchsorted(times, at_s) for times in long)
-        if begun > ended and step.weight <= 1:
-            left_out[LONG_PROMPTS] += 1
-        else:
-            steps.append(step)
+    rows.sort(key=lambda row: row[0])
+    steps = [step for _, step in rows]
+    is_partial = _has_long_prompt(complete, max_num_batched_tokens, np.array([at_s for at_s, _ in rows]))
+    is_partial &= np.array([step.weight for step in steps]) <= 1
+    if is_partial.any():
+        left_out[LONG_PROMPTS] = int(is_partial.sum())
+        steps = [step for step, is_left_out in zip(steps, is_partial, strict=True) if not is_left_out]
     return steps, left_out
 
 
-def _long_prompts(probes: Sequence[Probe], limit: int) -> tuple[FloatArray, FloatArray]:
-    """Sorted beginnings and ends of the times in which prompts of more tokens than a step can take are processed."""
+def _has_long_prompt(probes: Sequence[Probe], limit: int, at_s: FloatArray) -> NDArray[np.bool_]:
+    """Whether a prompt of more tokens than a step can take was processed at these times, or waited."""
     long = [one for one in probes if one.prompt_tokens > limit]
-    return np.sort([one.sent_s for one in long]), np.sort([one.token_s[0] for one in long])
+    begun = np.searchsorted(np.sort([one.sent_s for one in long]), at_s)
+    ended = np.searchsorted(np.sort([one.token_s[0] for one in long]), at_s)
+    return begun > ended
 
 
 def _single_steps(batch: _Batch, probes: Sequence[Probe]) -> list[tuple[float, StepMeasurement]]:
