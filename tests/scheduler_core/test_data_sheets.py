@@ -242,3 +242,9 @@ def test_planning_ahead_gives_the_same_times_step_by_step(replicas: int) -> None
     ]
     assert len(outcomes[0].records) == 150
     assert outcomes[0].records == outcomes[1].records
+
+
+def test_devices_have_the_name_of_the_table_or_its_first_part() -> None:
+    assert RooflineStepTime(gpu="H100").device is RooflineStepTime(gpu="h100-80GB").device
+    with pytest.raises(InputError, match="gpu: got 'a100'; allowed: a100-40gb, a100-80gb"):
+        RooflineStepTime(gpu="a100")

@@ -1,6 +1,6 @@
 """Errors of simulated latencies with step times from data sheets, by region of load, measured on models that were not fitted.
 
-`python -m benchmarks.h100` writes accuracy.json; docs/accuracy.md says how.
+`python -m benchmarks.h100` writes accuracy.json, see docs/accuracy.md.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.step_time.model_size import WEIGHT_BITS, ModelSize, model_size
 
@@ -51,6 +51,16 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 
 
+def find_gpu(name: str) -> Gpu:
+    """The device of `GPUS` by its name, in which capitals do not matter, or by the part before the memory if only one has it;
+    `InputError` if there is none."""
+    lower = name.lower()
+    matches = [key for key in GPUS if lower in (key, key.partition("-")[0])]
+    if len(matches) != 1:
+        raise unknown_name("gpu", name, matches or [*GPUS])
+    return GPUS[matches[0]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
     """A served model on the devices of one replica. `InputError` if a value is invalid, or it does not fit."""
@@ -76,7 +86,6 @@ class Deployment:
     groups of more than 8, which are in several nodes."""
 
     def __post_init__(self) -> None:
-        check_choice("gpu", self.gpu, GPUS)
         check_ranges(self, tensor_parallel=(1, 2**16), memory_utilization=(POSITIVE, 1))
         check_ranges(self, pipeline_parallel=(1, self.size.num_layers))
         if self.weights is not None:
@@ -96,9 +105,9 @@ class Deployment:
     def size(self) -> ModelSize:
         return model_size(self.model)
 
-    @property
+    @cached_property
     def device(self) -> Gpu:
-        return GPUS[self.gpu]
+        return find_gpu(self.gpu)
 
     @property
     def num_devices(self) -> int:

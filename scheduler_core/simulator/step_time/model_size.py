@@ -18,11 +18,13 @@ from scheduler_core.shell.json_text import parse_json, read_json_object
 WEIGHT_BITS = {"bf16": 16.0, "fp8": 8.0, "int4": 4.25}
 #: Values of model_type whose feed-forward layers have three matrices (gated), and two.
 GATED = {
-    "baichuan", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4",
-    "glm4_moe", "gpt_oss", "granite", "internlm2", "kimi_k2", "llama", "llama4_text", "ministral", "mistral", "mixtral",
-    "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm",
+    "baichuan", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "internlm2", "kimi_k2", "llama",
+    "llama4_text", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_5_vl",
+    "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "seed_oss", "smollm3", "stablelm",
 }  # fmt: skip
-UNGATED = {"gpt2", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"}
+UNGATED = {"apertus", "arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"}
 _TIED_BY_DEFAULT = {
     "cohere",
     "cohere2",
@@ -50,7 +52,7 @@ _HARMLESS = {
     "hidden_act", "hidden_activation", "hidden_dropout", "hidden_dropout_prob", "is_moe", "layer_norm_elementwise_affine",
     "layer_norm_eps", "layer_norm_epsilon", "layer_norm_bias", "layerdrop", "mlp_bias", "moe_router_activation",
     "n_ctx", "norm_topk_prob", "num_nextn_predict_layers", "output_hidden_states", "output_attentions",
-    "qk_layernorm", "qk_head_dim", "query_pre_attn_scalar", "rope_interleave", "use_qk_norm", "attention_in_fp32",
+    "qk_layernorm", "qk_head_dim", "do_layer_norm_before", "query_pre_attn_scalar", "rope_interleave", "use_qk_norm", "attention_in_fp32",
     "attention_softmax_in_fp32", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "reorder_and_upcast_attn",
     "summary_hidden_size", "initial_context_length", "scale_attention_softmax_in_fp32", "use_bidirectional_attention",
     "scale_embedding", "add_cross_attention", "moe_renormalize", "expert_aux_loss_alpha", "ep_size", "tp_size",
@@ -209,8 +211,10 @@ def read_config(config: Mapping[str, Any], source: str = "config.json") -> Model
     if family not in GATED | UNGATED:
         raise read.fail("model_type", "one of " + ", ".join(sorted(GATED | UNGATED)))
     for name, value in config.items():
-        unknown = name not in _KNOWN and name not in _HARMLESS and not _TOKENS.search(name)
-        if unknown and _SIZE.search(name) and value is not None and value is not False:
+        known = name in _KNOWN or name in _HARMLESS or name.startswith("_") or _TOKENS.search(name)
+        # OPT projects its embeddings if they are smaller than the hidden vectors.
+        known = known or (name == "word_embed_proj_dim" and value == config.get("hidden_size"))
+        if not known and _SIZE.search(name) and value is not None and value is not False:
             raise read.fail(name, "unset: its effect on size and speed is unknown")
     num = read.get("num_hidden_layers", "n_layer")
     hidden, heads = read.get("hidden_size", "n_embd"), read.get("num_attention_heads", "n_head")
@@ -232,7 +236,7 @@ def _layer(read: _Config, family: str, hidden: int, heads: int, window: int | No
     if read.values.get("kv_lora_rank") is not None:
         projections, kv_values, kv_heads, decode_flops, prefill_flops = _latent_attention(read, hidden, heads)
     else:
-        if "head_dim" not in read.values and hidden % heads:
+        if read.values.get("head_dim") is None and hidden % heads:
             raise read.fail("head_dim", "an integer, as hidden_size is no multiple of num_attention_heads")
         head = read.get("head_dim", default=hidden // heads)
         kv_heads = read.get("num_key_value_heads", default=heads)

@@ -97,7 +97,7 @@ class RooflineStepTime(Deployment):
     def _compute_efficiency(self) -> float:
         if self.compute_efficiency is not None:
             return self.compute_efficiency
-        return AMPERE_EFFICIENCY if self.gpu.startswith("a") else FITTED["compute_efficiency"]
+        return AMPERE_EFFICIENCY if self.gpu.lower().startswith("a") else FITTED["compute_efficiency"]
 
     @cached_property
     def _flops(self) -> float:
