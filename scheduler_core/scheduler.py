@@ -81,7 +81,7 @@ class Scheduler:
         )
         #: None if the policy does not implement it, to avoid a call for every token of every request.
         self._on_tokens = None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
-        self._measures = policy.reads("costs") or former.reads_costs
+        self._measures = policy.reads("costs")
         self._shares = config.prefix_caching
         self._now = -math.inf
         self._num_steps = 0
@@ -263,6 +263,10 @@ class Scheduler:
             prefill_tokens, num_decodes = plan.num_prefill_tokens, len(plan.decodes)
             for start, end in pairwise(bounds) if bounds else ((self._opened_s, now),):
                 self.pool.costs.observe(end - start, prefill_tokens, num_decodes, copied)
+        if self._former.reads_step_times:
+            chunks = [(chunk.start_token, chunk.num_tokens) for _, chunk in batch.prefills]
+            contexts = sum([state.num_computed_tokens for state in batch.decodes]) - len(batch.decodes)
+            self.pool.step_times.observe(step_s, chunks, len(batch.decodes), contexts)
         if bounds:
             self.policy.on_steps(now, [end - start for start, end in pairwise(bounds)])
         else:

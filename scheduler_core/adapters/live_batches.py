@@ -1,6 +1,6 @@
 """Steps of a batch former for an engine that allocates memory and executes steps itself."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from scheduler_core.adapters.live_order import LiveEngine, LiveOrder
 from scheduler_core.batching.base import BatchFormer
@@ -113,6 +113,17 @@ class LiveBatches(LiveOrder):
     def schedule(self, request_ids: Iterable[str], now: float) -> None:
         """Notes which requests the engine has admitted."""
         self.unexecuted.difference_update(request_ids)
+
+    def end_step(self, step_s: float, scheduled: Mapping[str, int], prefills: Iterable[str]) -> None:
+        """Ends a step with the tokens of each of its requests; of `prefills` they are tokens of the prompt."""
+        self.former.on_step(step_s)
+        if not self.former.reads_step_times:
+            return
+        tokens = {name: scheduled[name] for name in prefills}
+        computed = {name: state.num_computed_tokens for name in scheduled if (state := self.states.get(name))}
+        chunks = [(max(computed.get(name, 0) - num, 0), num) for name, num in tokens.items()]
+        contexts = sum([num for name, num in computed.items() if name not in tokens])
+        self.pool.step_times.observe(step_s, chunks, len(scheduled) - len(tokens), contexts)
 
     def preempt(self, request_id: str, now: float) -> None:
         """Marks a running request as preempted if the plan has not done so."""

@@ -273,12 +273,12 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
         policy, batches = self._tailcast_order.policy, self._tailcast_batches
         if self._tailcast_step_start_s is not None:
             step_s = now - self._tailcast_step_start_s
-            if self._tailcast_cache is not None and (batches is not None or policy.reads("costs")):
+            if self._tailcast_cache is not None and policy.reads("costs"):
                 num_tokens = sum(scheduled[request_id] for request_id in prefills)
                 self._tailcast_cache.costs.observe(step_s, num_tokens, len(scheduled) - len(prefills))
             policy.on_step(now, step_s)
             if batches is not None:
-                batches.former.on_step(step_s)
+                batches.end_step(step_s, scheduled, prefills)
         self._tailcast_step_start_s = now if self.running else None
 
     @guarded

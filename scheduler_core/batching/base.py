@@ -77,8 +77,8 @@ class BatchFormer(ABC):
         return None
 
     @property
-    def reads_costs(self) -> bool:
-        """Whether it uses the measured times of steps (`Pool.costs`)."""
+    def reads_step_times(self) -> bool:
+        """Whether it uses the measured times of steps (`Pool.step_times`)."""
         return False
 
     @property

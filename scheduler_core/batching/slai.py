@@ -40,7 +40,7 @@ class Slai(BatchFormer):
     A decode without a free block evicts the prompt in progress that was started last, or itself without such a prompt;
     under a policy that evicts by key, the request of the largest eviction key. Requests of less urgent declared levels go first.
 
-    With `fitted` a batch has tau_budget tokens, and its time is by the least-squares fit to this engine's steps (`StepCosts`), so
+    With `fitted` a batch has tau_budget tokens, and its time is by the best fit to this engine's steps (`StepTimes`), so
     that a decode that is held back once more can still follow the largest batch. Ours: the mean of all batches so far is too
     short where few of them have prompts.
 
@@ -74,7 +74,7 @@ class Slai(BatchFormer):
         return self._unpaid if self.paying_first else None
 
     @property
-    def reads_costs(self) -> bool:
+    def reads_step_times(self) -> bool:
         return self.fitted
 
     def _unpaid(self, state: RequestState) -> int:
@@ -95,7 +95,12 @@ class Slai(BatchFormer):
         prefilling, decodes = pool.by_phase()
         if self.fitted and self._num_steps:
             num_decodes = min(len(decodes), self.max_decodes)
-            self._batch_s = pool.costs.batch_s(max_num_batched_tokens - num_decodes, num_decodes)
+            contexts = (
+                sum([state.num_computed_tokens for state in decodes]) * num_decodes / max(len(decodes), 1)
+            )
+            start = prefilling[0].num_computed_tokens if prefilling else 0
+            chunk = (start, max_num_batched_tokens - num_decodes)
+            self._batch_s = pool.step_times.batch_s([chunk], num_decodes, contexts)
         due_s = self._due_s(decodes)
         order = sorted(range(len(decodes)), key=due_s.__getitem__)  # stable: ties by admission
         latest = now + self.offset_s(pool.kv.use)

@@ -10,6 +10,7 @@ from scheduler_core.engine.memory_victim import MemoryVictims, cheapest_last, le
 from scheduler_core.engine.prefix_cache import Hit
 from scheduler_core.engine.queues import EvictionQueue, WaitingQueue
 from scheduler_core.engine.step_costs import StepCosts
+from scheduler_core.engine.step_times import StepTimes
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictions import Prediction
 from scheduler_core.request import RequestState, Segment, Status
@@ -71,6 +72,8 @@ class Pool:
         #: Tokens of admitted requests to process, and those of them that the prefix cache had.
         self.num_admitted_tokens = self.num_cached_tokens = 0
         self.costs = StepCosts()
+        #: Of formers that read them (`BatchFormer.reads_step_times`).
+        self.step_times = StepTimes()
         self._holds = type(policy).may_admit is not Policy.may_admit
         #: Content, prompt tokens and computed tokens of the last request of each session.
         self._contexts: dict[str, tuple[tuple[Segment, ...], int, int]] = {}

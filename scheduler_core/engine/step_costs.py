@@ -75,11 +75,6 @@ class StepCosts:
             self._solution = [max(float(value), 0.0) for value in solution]
         return self._solution
 
-    def batch_s(self, prefill_tokens: float, num_decodes: float) -> float:
-        """Seconds of a step with prompt tokens and decodes."""
-        c = self._coefficients
-        return c[0] + c[1] * prefill_tokens / 1000.0 + c[2] * num_decodes
-
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds to process prompt tokens."""
         return self._coefficients[1] * num_tokens / 1000.0
