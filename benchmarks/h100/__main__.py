@@ -3,7 +3,8 @@
     python -m benchmarks.h100 RUNS.csv [--fit] [--write] [--markdown PAGE]
 
 RUNS.csv has measured runs, one row per stage (see the h100_runs.md beside it). Every run is simulated with the constants in
-roofline.json, and those of each model once more with constants that are fitted to the codegen runs of the other models only.
+roofline.json, and those of each model once more with constants that are fitted to the codegen runs of the other models only,
+if there are such runs.
 --fit prints the constants fitted to all codegen runs, and with --write stores them, and the errors by region, in the package.
 """
 
@@ -17,6 +18,7 @@ from benchmarks.h100.fit import Constants, Fit, error_bands, mean_errors, relati
 from benchmarks.h100.runs import METRICS, WHOLE, Run, read_runs, simulate
 from benchmarks.shared.command import Parser
 from benchmarks.shared.pages import put_section
+from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
 from scheduler_core.shell.files import atomic_file
 from scheduler_core.simulator import step_time as package
@@ -71,7 +73,10 @@ def constants_table(fitted: Constants, left_out: dict[str, Constants]) -> str:
         [
             name,
             f"{value:.3g}",
-            *(f"{function(one[name] for one in left_out.values()):.3g}" for function in (min, max)),
+            *(
+                f"{function((one[name] for one in left_out.values()), default=value):.3g}"
+                for function in (min, max)
+            ),
         ]
         for name, value in fitted.items()
     ]
@@ -103,10 +108,18 @@ def main() -> None:
     options = parser.parse_args()
     runs = read_runs(options.runs)
     traces = [run.trace() for run in runs]
-    fit = Fit([run for run in runs if run.workload == FITTED_TO])
-    models = list(dict.fromkeys(run.model for run in runs))
-    others = {model: fit.constants(without=model) for model in models}
-    constants: Constants = fit.constants() if options.fit else dict(FITTED)
+    fitted_to = [run for run in runs if run.workload == FITTED_TO]
+    models = list(dict.fromkeys(run.model for run in fitted_to))
+    others: dict[str, Constants] = {}
+    constants: Constants = dict(FITTED)
+    if len(models) > 1:
+        fit = Fit(fitted_to)
+        others = {model: fit.constants(without=model) for model in models}
+        constants = fit.constants() if options.fit else constants
+    elif options.fit or options.write:
+        raise InputError(
+            "--fit, --write", options.runs.name, f"runs of workload {FITTED_TO} and two models or more"
+        )
     parts = ["## Constants", constants_table(constants, others)]
     if options.write:
         write_json("roofline.json", {name: float(f"{value:.3g}") for name, value in constants.items()})
@@ -115,7 +128,9 @@ def main() -> None:
     }
     errors = {index: relative_errors(run, latencies[index]) for index, run in enumerate(runs)}
     left_out = {
-        index: relative_errors(run, simulate(run, run.step_time(**others[run.model]), traces[index]))
+        index: relative_errors(
+            run, simulate(run, run.step_time(**others.get(run.model, constants)), traces[index])
+        )
         for index, run in enumerate(runs)
     }
     groups = group_table(runs, errors, left_out)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import log
+from math import isnan, log, nan
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.h100.runs import METRICS, WHOLE, Run, simulate
-from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.accuracy import REGIONS, region_of
 from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.step_time.roofline import FITTED, RooflineStepTime
@@ -125,20 +125,17 @@ def relative_errors(run: Run, latencies: Latencies) -> dict[int, dict[str, float
 
 
 def saturation_rps(run: Run, step_time: RooflineStepTime) -> float:
-    """Rate at which the engine is always busy with full batches, with prompts that are cached."""
-    trace = run.trace(fraction=0.05)
-    # A cached prompt is a chunk with less than a block of tokens.
-    rows = tuple(replace(row, prompt_tokens=1, content=()) for row in trace.requests)
-    decode = saturation_rate_rps(replace(trace, requests=rows), run.limits(), step_time)
-    context = round(sum(run.prompt_tokens) / 2 + run.output_tokens / 2)
-    full_s = step_time.step_s(StepWork((), [context] * run.max_num_seqs))
-    return min(decode, run.max_num_seqs / (run.output_tokens * full_s))
+    """Rate at which all batches are full, with cached prompts: as `saturation_rate_rps` without their time."""
+    context, limits = round(sum(run.prompt_tokens) / 2 + run.output_tokens / 2), run.limits()
+    num = min(run.max_num_seqs, limits.num_kv_blocks * limits.kv_block_tokens // context)
+    return num / (run.output_tokens * step_time.step_s(StepWork((), [context] * num)))
 
 
 def mean_errors(errors: Iterable[Mapping[str, float]]) -> Constants:
-    """Mean absolute errors, by latency."""
+    """Mean absolute errors, by latency, of those that were measured; NaN without any."""
     rows = list(errors)
-    return {name: float(np.mean([abs(row[name]) for row in rows])) for name in METRICS}
+    values = {name: [abs(row[name]) for row in rows if not isnan(row[name])] for name in METRICS}
+    return {name: fmean(of_name) if of_name else nan for name, of_name in values.items()}
 
 
 def scaled(step_time: RooflineStepTime, factor: float) -> RooflineStepTime:
@@ -186,12 +183,11 @@ def error_bands(
         for number, stage in run.stages.items():
             rows[region_of(stage.rate_rps / saturation)].append(errors[number])
     step = mean_errors(row for of_region in rows.values() for row in of_region)["itl_mean"]
+    one_per_model = {run.model: run for run in reversed(runs)}.values()
     bands: dict[str, dict[str, Any]] = {}
     for region, measured in rows.items():
         basis = "measured" if measured else "propagated"
-        used = measured or propagated_errors(
-            [run for run in runs if len(run.stages) > 1], region, step, constants
-        )
+        used = measured or propagated_errors(list(one_per_model), region, step, constants)
         bands[region] = {
             "basis": basis,
             "num_runs": len(used),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,9 @@ def read_runs(path: Path) -> list[Run]:
             groups.setdefault((row["model"], row["tensor_parallel"], row["workload"]), []).append(row)
     runs = []
     for (model, devices, workload), rows in groups.items():
-        measured = {int(row["stage"]): {name: float(row[name]) for name in METRICS} for row in rows}
+        measured = {
+            int(row["stage"]): {name: float(row.get(name) or "nan") for name in METRICS} for row in rows
+        }
         stages = {
             int(row["stage"]): Stage(
                 float(row["rate_rps"]), float(row["duration_s"]), measured[int(row["stage"])]
@@ -127,7 +130,7 @@ def read_runs(path: Path) -> list[Run]:
                 max_num_seqs=int(first["max_num_seqs"]),
                 max_num_batched_tokens=int(first["max_num_batched_tokens"]),
                 stages=stages,
-                measured=measured[WHOLE],
+                measured=measured.get(WHOLE, dict.fromkeys(METRICS, math.nan)),
             )
         )
     return runs

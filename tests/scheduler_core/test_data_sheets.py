@@ -16,7 +16,7 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.step_time.accuracy import REGIONS, error_band, region_of
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepWork
-from scheduler_core.simulator.step_time.model_size import MODELS, read_config
+from scheduler_core.simulator.step_time.model_size import MODELS, model_size, read_config
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from tests.scheduler_core.helpers import random_trace, simulate
@@ -34,6 +34,7 @@ def test_sizes_are_the_published_ones() -> None:
         "llama-3.1-405b": (405.9, None), "mixtral-8x7b": (46.7, 12.9), "mixtral-8x22b": (140.6, 39.1), "qwen3-30b-a3b": (30.5, 3.3),
         "qwen3-235b-a22b": (235, 22), "deepseek-v3": (671, 37), "deepseek-v2-lite": (15.7, 2.4), "gpt-oss-20b": (20.9, 3.6),
         "gpt-oss-120b": (116.8, 5.1), "gemma-2-9b": (9.24, None), "llama-4-scout": (109, 17), "yi-34b": (34.4, None),
+        "glm-4.5-air": (106, 12), "kimi-k2": (1026, 32),
     }  # fmt: skip
     for name, (billions, active) in published.items():
         size = MODELS[name]
@@ -51,6 +52,8 @@ def test_a_model_has_the_name_of_the_table_of_hugging_face_or_of_a_file(tmp_path
     named = RooflineStepTime(model="meta-llama/Meta-Llama-3-8b", gpu="h100-80gb")
     assert own.size == replace(MODELS["llama-3-8b"], source=str(path))
     assert own.step_s(StepWork((), [500] * 9)) == named.step_s(StepWork((), [500] * 9))
+    scout = model_size("RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
+    assert scout == replace(MODELS["llama-4-scout"], weights="fp8", expert_weights="fp8")
     with pytest.raises(InputError, match="model: got .*no-such-model"):
         RooflineStepTime(model="no-such-model")
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.h100 import __main__ as command
 from benchmarks.h100.fit import Fit
 from benchmarks.h100.runs import METRICS, WHOLE, Run, Stage, read_runs, simulate
+from scheduler_core.errors import InputError
 from scheduler_core.simulator import step_time
 
 CONSTANTS = {
@@ -84,6 +85,22 @@ def test_the_command_reports_errors_and_writes_the_page_and_the_data(
     # Without the 7B model little is known of attention, without the others of links: the errors are those of extrapolation.
     assert 0 < regions["light"]["e2e_mean"] < 0.3
     assert "model left out, dense | 6 |" in page.read_text()
+
+
+@pytest.mark.slow
+def test_runs_of_other_workloads_need_no_fit(
+    table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for line in table.read_text().splitlines() if ",codegen," not in line]
+    table.write_text("\n".join([line for line in lines if ",1,25.0," not in line]) + "\n")
+    monkeypatch.setattr("sys.argv", ["h100", str(table)])
+    command.main()
+    text = capsys.readouterr().out
+    assert "| other runs, dense | 3 |" in text
+    assert "nan" not in text.partition("## Mean")[2]
+    monkeypatch.setattr("sys.argv", ["h100", str(table), "--fit"])
+    with pytest.raises(InputError, match="--fit"):
+        command.main()
 
 
 def test_the_table_is_read_as_it_was_written(table: Path, runs: list[Run]) -> None:

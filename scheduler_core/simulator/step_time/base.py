@@ -278,6 +278,15 @@ class LinearStepTime:
     """Seconds per token read from the KV cache."""
     per_swapped_token_s: float = 5.24e-6
     """Seconds per token copied between the KV cache and host memory; the step waits for it."""
+    frontend_s: float = 0.0
+    """Seconds of each request outside the engine: HTTP, tokenization, first token to the client."""
+    async_scheduling: bool = False
+    """The engine plans a step while the one before it runs, so that a new request waits for a whole step more (vLLM on GPUs)."""
+
+    @property
+    def delays(self) -> EngineDelays:
+        """What requests wait for beside the steps that they are in."""
+        return EngineDelays(self.frontend_s, self.async_scheduling)
 
     def __post_init__(self) -> None:
         check_ranges(self, **{item.name: (0, MAX_STEP_S) for item in fields(self)})

@@ -6,12 +6,12 @@ A config with a field that may change these and is not known here is an error th
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.shell.json_text import parse_json, read_json_object
 
 #: Bits of a weight: of its value, and with int4 and mxfp4 of the scale that 32 to 128 weights share.
@@ -36,6 +36,11 @@ _TIED_BY_DEFAULT = {
     "smollm3",
     "starcoder2",
 }
+#: Words in the names of versions with the same size, and data types at the end of names.
+_TUNED = {"base", "chat", "hf", "instruct", "it", "meta"}
+_QUANTIZED = re.compile(
+    r"[-_.](fp8(-dynamic|-kv)?|w8a8|int8|gptq-int8|(quantized\.)?w4a16|awq|gptq(-int4)?|int4)$"
+)
 #: Fields that have a meaning here, and fields of similar names that change neither size nor operations.
 _KNOWN = {
     "attention_chunk_size", "decoder_sparse_step", "ffn_dim", "first_k_dense_replace", "head_dim", "hidden_size",
@@ -151,18 +156,28 @@ class ModelSize:
 
 def model_size(name: str) -> ModelSize:
     """The size of a model in models.json, by its name there or on Hugging Face, or in the config.json at a path. `InputError`
-    if it is neither, or the config has a field that is missing, unknown or invalid."""
-    size = MODELS.get(name) or _BY_SOURCE.get(name.rpartition("/")[2].lower())
-    if size is not None:
-        return size
+    if it is neither, or the config has a field that is missing, unknown or invalid.
+
+    The owner and words for tuned versions, such as Instruct, make no difference; of quantized versions the end of the name
+    has the type, such as Qwen3-14B-FP8.
+    """
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json":
         return read_config(read_json_object(path, "model"), str(path))
-    names = ", ".join(sorted(MODELS))
-    raise InputError(
-        "model", name, f"the path of a config.json, a Hugging Face name of these, or one of {names}"
-    )
+    plain, weights = _plain_name(name)
+    size = MODELS.get(plain) or _BY_SOURCE.get(plain)
+    if size is None:
+        raise unknown_name("model", name, ["the path of a config.json", *MODELS])
+    return size if weights is None else replace(size, weights=weights, expert_weights=weights)
+
+
+def _plain_name(name: str) -> tuple[str, str | None]:
+    """The name of the version that is not tuned, and the data type in the name."""
+    name, weights = name.rpartition("/")[2].lower(), None
+    if (suffix := _QUANTIZED.search(name)) is not None:
+        name, weights = name[: suffix.start()], "fp8" if "8" in suffix[0] else "int4"
+    return "-".join(word for word in name.split("-") if word not in _TUNED), weights
 
 
 class _Config:
@@ -211,7 +226,7 @@ def read_config(config: Mapping[str, Any], source: str = "config.json") -> Model
     if family not in GATED | UNGATED:
         raise read.fail("model_type", "one of " + ", ".join(sorted(GATED | UNGATED)))
     for name, value in config.items():
-        known = name in _KNOWN or name in _HARMLESS or name.startswith("_") or _TOKENS.search(name)
+        known = name in _KNOWN or name in _HARMLESS or name.startswith("_") or bool(_TOKENS.search(name))
         # OPT projects its embeddings if they are smaller than the hidden vectors.
         known = known or (name == "word_embed_proj_dim" and value == config.get("hidden_size"))
         if not known and _SIZE.search(name) and value is not None and value is not False:
@@ -361,9 +376,9 @@ MODELS = {
     )
     for name, config in _TABLE.items()
 }
-#: By the last part of the names on Hugging Face, in lower case.
+#: By the names on Hugging Face without owner and words for tuned versions.
 _BY_SOURCE = {
-    source.rpartition("/")[2].lower(): MODELS[name]
+    _plain_name(source)[0]: MODELS[name]
     for name, config in _TABLE.items()
     for source in (config["source"], *config.get("also", ()))
 }
