@@ -9,7 +9,17 @@ from scheduler_core.errors import InputError
 from scheduler_core.report.page import format_cell
 from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.planning.config import PlanConfig
-from scheduler_core.simulator.planning.planner import LOADS, Candidate, Planner, headline
+from scheduler_core.simulator.planning.outlook import (
+    LOADS,
+    MAX_LOAD,
+    curves,
+    margin,
+    order_gain,
+    sizes,
+    what_if,
+)
+from scheduler_core.simulator.planning.planner import Candidate, Planner, headline
+from scheduler_core.simulator.planning.screening import candidates, screen, tune
 from scheduler_core.simulator.planning.simulations import Simulations
 from scheduler_core.simulator.planning.targets import Target
 from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
@@ -40,11 +50,11 @@ def make_plan(
     """
     planner = Planner(config, log, path, simulations)
     stage("bounds")
-    candidates = planner.candidates()
+    found = candidates(planner)
     stage("choices")
-    left = planner.screen(candidates)
+    left = screen(planner, found)
     stage("settings")
-    planner.tune(left)
+    tune(planner, left)
     stage("replicas")
     turnovers = planner.reach_steady_state(left)
     finished = planner.finish(left)
@@ -59,13 +69,13 @@ def make_plan(
     stage("uncertainty")
     low, high, estimates = planner.replicas_interval(best)
     stage("load")
-    margin = planner.margin(best)
-    planner.curves(finished)
-    sizes = planner.sizes(finished)
-    orders = planner.order_gain(best)
+    load_margin = margin(planner, best)
+    curves(planner, finished)
+    larger = sizes(planner, finished)
+    orders = order_gain(planner, best)
     stage("what if")
-    scenarios = planner.what_if(best)
-    metrics = best.curve[1.0]
+    scenarios = what_if(planner, best)
+    metrics = best.curve[1.0]["metrics"]
     load = 1.0 / (best.num_replicas * best.saturation)
     answer = {
         **_described(planner, best),
@@ -74,7 +84,7 @@ def make_plan(
         "cost_per_million_tokens": cost,
         "estimates": estimates,
         "metrics": headline(metrics),
-        "margin": margin,
+        "margin": load_margin,
         "load": load,
         "error_band": asdict(error_band(region_of(load))) if config.step_time_parameters is None else None,
     }
@@ -96,15 +106,15 @@ def make_plan(
             "turnovers": turnovers,
         },
         "answer": answer,
-        "unreliable": _unreliable(planner, answer, turnovers, span_s),
+        "unreliable": _unreliable(planner, answer, turnovers, span_s, best.curve[1.0]["warnings"]),
         "warnings": _warnings(planner, metrics),
         "candidates": [
             _described(planner, one) | {"curve": _curve(planner, one), "sizes": points}
-            for one, points in zip(finished, sizes, strict=True)
+            for one, points in zip(finished, larger, strict=True)
         ],
         "orders": orders,
         "what_if": scenarios,
-        "profile": _profile(planner, best, margin, metrics),
+        "profile": _profile(planner, best, load_margin, metrics),
         "excluded": planner.excluded,
     }
     return content | {"text": plan_text(content)}
@@ -133,7 +143,7 @@ def _cost(planner: Planner, one: Candidate) -> float:
 
 
 def _curve(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
-    return [{"load": load, **headline(one.curve[load])} for load in LOADS]
+    return [{"load": load, **headline(one.curve[load]["metrics"])} for load in LOADS]
 
 
 def _profile(planner: Planner, best: Candidate, margin: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +161,10 @@ def _profile(planner: Planner, best: Candidate, margin: float, metrics: Mapping[
     }
 
 
-def _unreliable(planner: Planner, answer: Mapping[str, Any], turnovers: float, span_s: float) -> list[str]:
-    """Why the answer cannot be relied on, with what is necessary."""
+def _unreliable(
+    planner: Planner, answer: Mapping[str, Any], turnovers: float, span_s: float, warnings: Mapping[str, str]
+) -> list[str]:
+    """Why the answer cannot be relied on, with what is necessary; `warnings` are those of its simulation."""
     log, reasons = planner.log, []
     for target in planner.targets:
         if len(log) < target.min_requests:
@@ -174,6 +186,11 @@ def _unreliable(planner: Planner, answer: Mapping[str, Any], turnovers: float, s
         reasons.append(
             f"the log allows {low} to {high or f'more than {math.ceil(1.5 * num) + 1}'} replicas; one of about "
             f"{duration(span_s * factor)} would decide"
+        )
+    reasons += [text for kind, text in warnings.items() if kind in ("region", "kv_cache")]
+    if answer["error_band"] and answer["error_band"]["region"] == "overload":
+        reasons.append(
+            "the replicas are overloaded, where no engine was measured; targets of TTFT or of end-to-end latency avoid this"
         )
     return reasons
 
@@ -258,8 +275,8 @@ def plan_text(content: Mapping[str, Any]) -> str:
         words.append(f"{settings['prefill_fraction']:.0%} of the replicas for prompts only")
     parts.append(f"Set {', '.join(words)}.")
     parts += _order_sentences(content, targets[0])
-    if answer["margin"] >= 4:
-        parts.append("The targets hold at four times the load.")
+    if answer["margin"] >= MAX_LOAD:
+        parts.append(f"The targets hold at {MAX_LOAD:g} times the load.")
     elif answer["margin"] > 1:
         parts.append(f"The targets hold up to {answer['margin']:.2f} times the load of the log.")
     else:
