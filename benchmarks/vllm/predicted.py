@@ -188,7 +188,7 @@ def predict(options: argparse.Namespace, files: Mapping[str, Sequence[Path]]) ->
     metrics = [metrics_source(parse_scrapes(path.read_text(), str(path)), limits) for path in scrapes]
     logs = read_sources([str(path.with_suffix(".log")) for path in files["first"]], limits)
     fits = {
-        "requests": Source("first", first.measurements),
+        "requests": first,
         "log of steps": joined(logs, "first"),
         "metrics": joined(metrics, "first"),
     }

@@ -248,6 +248,21 @@ def test_results_of_vllm_bench_at_several_rates(tmp_path: Path) -> None:
     assert fitted(appended).parameters == fitted(files).parameters
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_time_outside_the_steps_is_found_too(tmp_path: Path, is_ahead: bool) -> None:
+    """Each request takes 8 ms in front of the engine, whose next step may be planned already when it arrives."""
+    true, files = replace(TRUE, frontend_s=0.008, async_scheduling=is_ahead), []
+    for rate in (4.0, 10.0):
+        files.append(tmp_path / f"{rate:g}.json")
+        files[-1].write_text(json.dumps(bench_json(measured(true, rate, num=150))))
+    config = config_of(files)
+    result = calibrate.calibrate(config, read_sources(config.measurements, LIMITS))
+    parameters = result["step_time"]["parameters"]
+    assert parameters["async_scheduling"] == is_ahead
+    assert parameters["frontend_s"] == pytest.approx(0.008, abs=0.001)
+    assert all(abs(load["error"]["ttft_s"]) < 0.05 for load in result["loads"]), result["loads"]
+
+
 def config_of(files: Sequence[Path], **more: Any) -> EngineCalibrationConfig:
     return EngineCalibrationConfig(
         json="", measurements=[str(one) for one in files], scheduler=LIMITS, **more

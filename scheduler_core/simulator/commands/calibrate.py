@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from scheduler_core.simulator.measurements.fit import PARAMETERS, StepTimeFit, f
 from scheduler_core.simulator.measurements.prometheus import watch_metrics
 from scheduler_core.simulator.measurements.requests import request_measurements
 from scheduler_core.simulator.measurements.sources import Source, metrics_source, read_sources
-from scheduler_core.simulator.measurements.steps import Region, missing_points
+from scheduler_core.simulator.measurements.steps import Region, StepMeasurement, missing_points
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.step_time import make_step_time
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import MAX_TIME_S, Trace, TraceRequest
 from scheduler_core.simulator.trace_predictions import Predictions
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 SCHEMA = "tailcast.calibration/1"
 #: Each load is measured in so many parts, alternately with the other, so that a slowdown of the machine affects both.
 ROUNDS = 3
+#: Models with the delays of requests beside their steps, see `EngineDelays`.
+DELAYED = frozenset({"linear", "roofline"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +162,20 @@ def calibrate(
     source with requests, with its name, and whether it is held out), `summary`, `warnings` by kind, and `config`. Errors
     beyond `max_error` are warnings whose kind begins with "error".
     """
-    name, fixed, limits = config.step_time_model, config.step_time_parameters, config.scheduler
-    measurements = [step for source in sources for step in source.measurements]
-    fit = validated_fit(measurements, name, fixed)
-    region = Region.of(measurements)
-    loads = [load_error(source, fit.step_time, limits) | {"held_out": True} for source in held_out]
-    with_requests = [source for source in sources if source.probes and source.measurements]
-    for source in with_requests:
-        others = [step for other in sources if other is not source for step in other.measurements]
-        step_time = fit_step_time(others, name, fixed).step_time if others else fit.step_time
-        loads.append(load_error(source, step_time, limits) | {"held_out": bool(others)})
+    limits = config.scheduler
+    fit = validated_fit(_steps_of(sources), config.step_time_model, config.step_time_parameters)
+    parameters = fit.parameters | fitted_delays(config, sources, fit.parameters)
+    step_time = make_step_time(fit.name, parameters)
+    region = Region.of(_steps_of(sources))
+    loads = [load_error(source, step_time, limits) | {"held_out": True} for source in held_out]
+    for source in sources:
+        if source.probes and source.measurements:
+            others = [other for other in sources if other is not source]
+            own = fit_to(config, others) if _steps_of(others) else step_time
+            loads.append(load_error(source, own, limits) | {"held_out": bool(_steps_of(others))})
     result = {
         "config": asdict(config),
-        "step_time": {"name": name, "parameters": fit.parameters},
+        "step_time": {"name": fit.name, "parameters": parameters},
         "intervals": fit.intervals,
         "num_steps": fit.num_samples,
         "num_outliers": fit.num_outliers,
@@ -181,17 +186,60 @@ def calibrate(
         "loads": loads,
     }
     return result | {
-        "summary": _summary(fit, region, loads),
+        "summary": _summary(fit, parameters, region, loads),
         "warnings": _problems(fit, loads, config) | missing_points(region, limits),
     }
 
 
-def _summary(fit: StepTimeFit, region: Region, loads: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _steps_of(sources: Sequence[Source]) -> list[StepMeasurement]:
+    return [step for source in sources for step in source.measurements]
+
+
+def fit_to(config: EngineCalibrationConfig, sources: Sequence[Source]) -> StepTime:
+    """The model fitted to some sources, with the delays of their requests."""
+    fit = fit_step_time(_steps_of(sources), config.step_time_model, config.step_time_parameters)
+    return make_step_time(fit.name, fit.parameters | fitted_delays(config, sources, fit.parameters))
+
+
+def fitted_delays(
+    config: EngineCalibrationConfig, sources: Sequence[Source], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The parameters `frontend_s` and `async_scheduling` with which the simulation has the most similar times to the first
+    token, for requests that wait no longer than half of them. Empty without requests, for a model that has no delays, and if
+    the configuration has one of them."""
+    names, name = ("frontend_s", "async_scheduling"), config.step_time_model
+    probes = [_complete(source.probes) for source in sources if source.probes]
+    if name not in DELAYED or not any(probes) or any(one in config.step_time_parameters for one in names):
+        return {}
+    choices = []
+    for is_ahead in (False, True):
+        step_time = make_step_time(name, {**parameters, "frontend_s": 0.0, "async_scheduling": is_ahead})
+        rows = []
+        for part in filter(None, probes):
+            records = _simulated(part, step_time, config.scheduler)
+            for probe, record in zip(part, records, strict=True):
+                waited_s = record.first_scheduled_s - record.arrival_s
+                simulated_s = record.first_token_s - record.arrival_s
+                rows.append((waited_s, probe.token_s[0] - probe.sent_s - simulated_s))
+        waited, missing = np.array(rows).T
+        missing = missing[waited <= np.median(waited)]
+        frontend_s = max(float(np.median(missing)), 0.0)
+        choices.append((float(np.abs(missing - frontend_s).mean()), frontend_s, is_ahead))
+    _, frontend_s, is_ahead = min(choices)
+    return {"frontend_s": frontend_s, "async_scheduling": is_ahead}
+
+
+def _summary(
+    fit: StepTimeFit, all_parameters: Mapping[str, Any], region: Region, loads: Sequence[dict[str, Any]]
+) -> dict[str, str]:
     """What a person should read of a fit, by name."""
     parameters = ", ".join(
         f"{name} {fit.parameters[name]:.3g} ({low:.3g} to {high:.3g})"
         for name, (low, high) in fit.intervals.items()
     )
+    if "frontend_s" in all_parameters and "frontend_s" not in fit.parameters:
+        ahead = "ahead" if all_parameters["async_scheduling"] else "not ahead"
+        parameters += f"; frontend_s {all_parameters['frontend_s']:.3g}, steps planned {ahead}"
     errors = {name: 100 * value for name, value in fit.held_out_errors.items()}
     ranges = ", ".join(f"{name} {low:,.0f} to {high:,.0f}" for name, (low, high) in region.to_json().items())
     summary = {
@@ -287,24 +335,10 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
     The result has `num_requests` (successful) and `num_failed` (left out); the means of ttft_s, ttlt_s and
     tpot_s in seconds, `measured` and `simulated`; and `error`: (simulated - measured) / measured.
     """
-    complete = [probe for probe in responses if probe.error is None]
-    rows = tuple(
-        TraceRequest(
-            request_id=f"{number}-{probe.request_id}",
-            arrival_s=probe.sent_s,
-            prompt_tokens=max(probe.prompt_tokens, 1),
-            output_tokens=probe.output_tokens,
-            max_tokens=max(probe.max_tokens, probe.output_tokens),
-        )
-        for number, probe in enumerate(sorted(complete, key=lambda probe: probe.sent_s))
-    )
-    scheduler = Scheduler(limits, make_policy("fcfs"))
-    outcome = Simulation(Trace(rows), scheduler, step_time, Predictions()).run()
-    if outcome.refused:
-        reason = next(iter(outcome.refused.values()))
-        raise TailcastError(f"scheduler: these are not the engine's limits: {reason}")
+    complete = _complete(responses)
+    records = _simulated(complete, step_time, limits)
     measured = _means([(p.sent_s, p.token_s[0], p.token_s[-1], p.output_tokens) for p in complete])
-    simulated = _means([(r.arrival_s, r.first_token_s, r.finish_s, r.output_tokens) for r in outcome.records])
+    simulated = _means([(r.arrival_s, r.first_token_s, r.finish_s, r.output_tokens) for r in records])
     return {
         "num_requests": len(complete),
         "num_failed": len(responses) - len(complete),
@@ -312,6 +346,31 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
         "simulated": simulated,
         "error": {name: (simulated[name] - value) / value for name, value in measured.items() if value > 0},
     }
+
+
+def _complete(responses: Sequence[Probe]) -> list[Probe]:
+    """The successful requests in the order of arrival."""
+    return sorted((one for one in responses if one.error is None), key=lambda one: one.sent_s)
+
+
+def _simulated(probes: Sequence[Probe], step_time: StepTime, limits: SchedulerConfig) -> list[RequestRecord]:
+    """The records of simulated requests, in their order. `TailcastError` if a request is refused."""
+    rows = tuple(
+        TraceRequest(
+            request_id=str(number),
+            arrival_s=probe.sent_s,
+            prompt_tokens=max(probe.prompt_tokens, 1),
+            output_tokens=probe.output_tokens,
+            max_tokens=max(probe.max_tokens, probe.output_tokens),
+        )
+        for number, probe in enumerate(probes)
+    )
+    scheduler = Scheduler(limits, make_policy("fcfs"))
+    outcome = Simulation(Trace(rows), scheduler, step_time, Predictions()).run()
+    if outcome.refused:
+        reason = next(iter(outcome.refused.values()))
+        raise TailcastError(f"scheduler: these are not the engine's limits: {reason}")
+    return sorted(outcome.records, key=lambda record: int(record.request_id))
 
 
 def _means(rows: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:

@@ -21,6 +21,9 @@ FloatArray = NDArray[np.float64]
 MOMENTS = 32
 #: Tokens of a request came together if the time between them is less than this fraction of the median.
 TOGETHER = 0.2
+#: Number of steps with a prompt between other tokens from which times to the first token are not used as steps, because they
+#: also have the time outside the engine.
+MIN_PROMPTS = 50
 LONG_PROMPTS = "steps that may hold a part of a prompt longer than max_num_batched_tokens"
 
 
@@ -93,7 +96,8 @@ def request_measurements(
     The time between two tokens of a request is one step. Its decodes are all requests between their first and
     last token; its prefills are the requests whose first token is at its end. As every decode of a step shows it, each
     counts as a part of it. Of a request without the time of every token all steps are one measurement: their mean duration,
-    with the mean batch of its time. The time to the first token of a request on an idle engine is the step of its prompt.
+    with the mean batch of its time. The time to the first token of a request on an idle engine is the step of its prompt; it
+    is used if few other steps have one.
     """
     complete = [one for one in probes if one.error is None and one.token_s and one.output_tokens]
     left_out: Counter[str] = Counter()
@@ -104,15 +108,18 @@ def request_measurements(
         return [], left_out
     batch = _Batch.of(complete)
     rows: list[tuple[float, StepMeasurement]] = []
+    alone: list[tuple[float, StepMeasurement]] = []
     for probe in complete:
         first_s = probe.token_s[0]
         others = np.searchsorted(batch.sent, first_s) - np.searchsorted(batch.last, probe.sent_s, "right") - 1
         if others == 0 and first_s > probe.sent_s and probe.prompt_tokens <= max_num_batched_tokens:
             step = StepMeasurement(first_s - probe.sent_s, 0, 0, probe.prompt_tokens, 1)
-            rows.append((first_s, step))
+            alone.append((first_s, step))
         if len(probe.token_s) != probe.output_tokens:
             rows += _all_steps(batch, probe)
     rows += _single_steps(batch, [one for one in complete if len(one.token_s) == one.output_tokens])
+    if sum(step.prefills > 0 for _, step in rows) < MIN_PROMPTS:
+        rows += alone
     rows.sort(key=lambda row: row[0])
     steps = [step for _, step in rows]
     is_partial = _has_long_prompt(complete, max_num_batched_tokens, np.array([at_s for at_s, _ in rows]))
