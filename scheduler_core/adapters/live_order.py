@@ -176,7 +176,7 @@ class LiveOrder:
         state = self.states.get(request_id)
         if state is None:
             return None
-        if prediction is None:
+        if prediction is None or (prediction.missing and prediction.length is None):
             self._unknown.add(request_id)
         elif prediction.length is not None:
             self._typical.observe(prediction.length, state.request.max_tokens)

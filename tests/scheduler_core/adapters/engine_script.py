@@ -50,9 +50,15 @@ def stepped(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
     finished: dict[str, list[int]] = {}
     preemptions: dict[str, int] = {}
     scores: dict[str, Any] = {}
+    levels: dict[str, tuple[int, bool]] = {}
     kept = True
 
     def add(number: int, length: int) -> None:
+        if "chats" in task:
+            chat = [{"role": "user", "content": task["chats"][number]}]
+            prompt = {"prompt_token_ids": ids_of_chat(task["model"], chat)}
+            engine.add_request(f"r{number}", prompt, SamplingParams(max_tokens=length, temperature=0.0))
+            return
         # Without EOS; ignore_eos would tell the scheduler the length.
         # vLLM has no bias of logits with speculative tokens.
         endless: dict[str, Any] = (
@@ -72,13 +78,35 @@ def stepped(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
         preemptions |= {name: request.num_preemptions for name, request in scheduler.requests.items()}
         kept &= scores_are_kept(scheduler, scores)
+        levels |= predicted_levels(scheduler)
     kinds = [
         kind.__name__
         for kind in type(scheduler).__mro__
         if kind.__name__.endswith(("Scheduler", "Scheduling"))
     ][:3]
     result = {"finished": finished, "preemptions": sum(preemptions.values()), "scores_kept": kept}
-    return result | {"left": left(scheduler), "scheduler": kinds, "metrics": metrics()}
+    return result | {"left": left(scheduler), "scheduler": kinds, "metrics": metrics(), "levels": levels}
+
+
+def ids_of_chat(model: str, chat: list[dict[str, str]]) -> list[int]:
+    """Token ids of a chat by the template of the model."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def predicted_levels(scheduler: Any) -> dict[str, tuple[int, bool]]:
+    """Predicted urgency level of each live request that has one, and whether it also has a length."""
+    order = getattr(scheduler, "_tailcast_order", None)
+    states = {} if order is None else order.states
+    return {
+        name: (state.urgency.level, state.prediction is not None)
+        for name, state in states.items()
+        if state.urgency is not None
+    }
 
 
 def pipelined(options: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +189,7 @@ def arrivals(task: dict[str, Any], scheduler: Any, add: Any, is_busy: Any) -> It
         add(*later.pop(0))
     # The first requests are predicted before the first step, so that the order is that of the policy alone.
     if thread is not None and task.get("wait"):
-        assert is_predicted.wait(30), "no predictions"
+        assert is_predicted.wait(120), "no predictions"
     step = 0
     while is_busy() or later:
         step += 1

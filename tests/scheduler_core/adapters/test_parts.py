@@ -20,6 +20,12 @@ from scheduler_core.adapters.vllm import PolicyQueue
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
+from scheduler_core.prediction.predictions import (
+    LengthPrediction,
+    MissingPart,
+    Prediction,
+    UrgencyPrediction,
+)
 from scheduler_core.prediction.predictor import (
     AsyncPredictor,
     PredictionEvent,
@@ -324,3 +330,18 @@ def test_the_page_names_every_setting_and_metric() -> None:
     EngineMetrics(registry)
     for name in (*EngineSettings.__dataclass_fields__, *(family.name for family in registry.collect())):
         assert name in page
+
+
+def test_a_request_whose_length_is_missing_gets_the_typical_one() -> None:
+    """Of a joined predictor, whose urgency has answered."""
+    order = LiveOrder(make_policy("sept"), max_num_seqs=1)
+    for name in ("known", "missing"):
+        order.arrive(Request(request_id=name, arrival_s=0.0, prompt_tokens=4, max_tokens=1000), 0.0)
+    length = LengthPrediction(4.0, 0.5, 3.5)
+    order.predict("known", Prediction(length=length), 0.0)
+    missing = (MissingPart("length", "late"),)
+    state = order.predict("missing", Prediction(urgency=UrgencyPrediction((0.9, 0.1)), missing=missing), 0.0)
+    assert state is not None
+    assert state.urgency == UrgencyPrediction((0.9, 0.1))
+    assert state.prediction is not None
+    assert state.prediction.mu == pytest.approx(length.mu, abs=0.5)

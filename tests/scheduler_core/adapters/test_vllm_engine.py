@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm.model import packaged_model
 from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment, vllm_python  # noqa: F401
 from tests.scheduler_core.adapters.length_reader import ORDERS, PREDICTED
 from tests.waiting import eventually
@@ -96,6 +97,50 @@ def test_every_head_reaches_the_policy(served: Any, policy: str) -> None:
     result = served(settings, **task)
     assert result["metrics"]["tailcast_predictions_total['answered']"] == 6
     assert list(result["finished"]) == ORDERS[policy].split()
+
+
+#: Requests from the least to the most urgent one.
+CHATS = [
+    "Nobody needs this: whenever you have nothing else to do, tag old log files with a topic. There is no deadline.",
+    "Item 5,213 of 20,000 of tonight's labelling job: is this review positive or negative? 'Works as it should.'",
+    "Write a short poem about autumn.",
+    "I found my father on the floor. He is not breathing and has no pulse, what do I do until the ambulance is here?",
+]
+
+
+@pytest.mark.parametrize("predictor", ["pretrained+urgency", "pretrained+missing"])
+def test_length_and_urgency_of_the_shipped_predictors(
+    served: Any, predictor: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """SmolLM2 in the engine: the urgency orders its chats. If the part of urgency fails, the lengths still arrive."""
+    model = packaged_model(tmp_path_factory.getbasetemp() / "smollm2")
+    settings: dict[str, Any] = {"policy": "hpjf", "policy_parameters": {"max_promotion": 5}}
+    if predictor == "pretrained+missing":
+        broken = tmp_path_factory.mktemp("broken")
+        (broken / "manifest.json").write_text("{}")
+        settings, predictor = {"policy": "sept"}, f"pretrained+{broken}"
+    settings |= {"predictor": predictor, "timeout_s": 120}
+    task: dict[str, Any] = {"chats": CHATS, "lengths": [4] * len(CHATS), "at_once": len(CHATS), "wait": True}
+    options = {"max_model_len": 256, "max_num_batched_tokens": 256}
+    result = served(settings, model=str(model), max_num_seqs=1, options=options, **task)
+    assert isinstance(result, dict), result
+    names = [f"r{number}" for number in range(len(CHATS))]
+    assert sorted(result["finished"]) == names
+    outcome = "partial" if "broken" in predictor else "answered"
+    assert result["metrics"][f"tailcast_predictions_total['{outcome}']"] == len(CHATS)
+    assert not [name for name in result["metrics"] if name.startswith("tailcast_failures_total")]
+    if outcome == "partial":
+        assert result["levels"] == {}
+        return
+    assert all(has_length for _, has_length in result["levels"].values())
+    levels = [result["levels"][name][0] for name in names]
+    assert levels[0] > levels[2] > levels[3] == 0
+    order = [levels[names.index(name)] for name in result["finished"]]
+    assert order == sorted(order)
+    counts = {
+        level: result["metrics"].get(f"tailcast_urgency_levels_total['{level}']", 0) for level in range(5)
+    }
+    assert sum(counts.values()) == len(CHATS)
 
 
 def test_the_predictor_dies_and_requests_are_aborted(served: Any) -> None:
