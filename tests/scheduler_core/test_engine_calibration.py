@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -477,6 +478,23 @@ def test_prompts_in_several_steps_are_left_out() -> None:
     assert "longer than max_num_batched_tokens" in reason
     assert number > 10
     assert len(steps) < len(steps_of(probes))
+
+
+@pytest.mark.slow
+def test_reported_results_of_vllm_bench() -> None:
+    data = os.environ.get("DATA")
+    if not data:
+        pytest.skip("needs DATA, the folder of the public data sets")
+    folder = f"{data}/reports/03-vllm-bench-detailed"
+    one, *appended = read_sources([f"{folder}/result.json", f"{folder}/result-appended.jsonl"], LIMITS)
+    for source in (one, *appended):
+        # The lists of gaps are shorter than the outputs, so each request is one mean.
+        assert [probe.output_tokens for probe in source.probes if probe.error is None] == [128, 12, 280]
+        assert source.left_out == {"request: Bad Gateway": 1}
+        assert [step.weight for step in source.measurements if step.decodes] == [127, 11, 279]
+    assert len(appended) == 2
+    with pytest.raises(InputError, match="measured steps: got 6"):
+        validated_fit(one.measurements)
 
 
 BENCH = bench_json(
