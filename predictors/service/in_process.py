@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from predictors.client.messages import AsyncClient, PredictorError, gathered, re
 from predictors.pretrained import artifact_folder
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
+from scheduler_core.prediction.predictor import addresses
 
 if TYPE_CHECKING:
     from predictors.service.batcher import BatchingSettings
@@ -25,7 +27,7 @@ class InProcessPredictor(AsyncClient):
     The event loop is never blocked: loading (at the first call), tokenizing and the model run in threads.
 
     Args:
-        artifact, public_key: As in `open_artifact`.
+        artifact, public_key: As in `open_artifact`; several artifacts with different heads are joined by "+".
         batching: Batching settings; default: those of the service for a CPU with one worker.
     """
 
@@ -38,7 +40,8 @@ class InProcessPredictor(AsyncClient):
         *,
         public_key: str | Path | None = None,
     ) -> None:
-        self.address = str(artifact_folder(artifact))
+        self._folders = [artifact_folder(part) for part in addresses(str(artifact))]
+        self.address = "+".join(map(str, self._folders))
         self._public_key = public_key
         self._batching = batching
         self._started: tuple[asyncio.AbstractEventLoop, asyncio.Task[PredictorCalls]] | None = None
@@ -78,8 +81,12 @@ class InProcessPredictor(AsyncClient):
         from predictors.service.batcher import BatchingSettings
         from predictors.service.calls import PredictorCalls
 
-        runtime = await asyncio.to_thread(open_runtime, self.address, public_key=self._public_key)
-        table = ArtifactTable([runtime], self._batching or BatchingSettings.cpu(1))
+        load = functools.partial(open_runtime, public_key=self._public_key)
+        opened = [await asyncio.to_thread(load, folder) for folder in self._folders]
+        runtimes = sorted(opened, key=lambda each: "length" not in each.artifact.manifest.heads)
+        first, *others = (runtime.artifact.manifest.artifact_id for runtime in runtimes)
+        joined = {first: others} if others else None
+        table = ArtifactTable(runtimes, self._batching or BatchingSettings.cpu(1), joined=joined)
         try:
             await table.start()
         except BaseException:

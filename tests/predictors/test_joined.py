@@ -20,6 +20,7 @@ from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import open_sources
+from predictors.service.in_process import InProcessPredictor
 from predictors.service.process import open_server
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictor import JointPredictor, PredictionRequest, open_predictor
@@ -269,6 +270,15 @@ async def test_the_predictor_in_this_process_answers_without_a_failing_part(
     assert essay.missing == ()
     assert essay.length is not None
     assert essay.urgency is not None
+
+
+async def test_the_service_in_this_process_answers_with_both_heads(address: str) -> None:
+    """As a replica of Ray Serve opens it."""
+    async with InProcessPredictor(address) as predictor:
+        [prediction] = await predictor.predict([SEA])
+        assert list((await predictor.metadata()).heads) == ["length", "urgency"]
+    assert prediction.length is not None
+    assert prediction.urgency is not None
 
 
 def test_the_python_object_shows_a_missing_urgency(
