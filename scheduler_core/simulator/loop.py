@@ -215,6 +215,8 @@ class Simulation:
         #: Heap of the times at which starting replicas join, and their ids.
         self._starting: list[tuple[float, str]] = []
         self._draining: set[str] = set()
+        #: Whether replicas or the assignment of requests change without a request's event.
+        self._changes = planner is not None or scaler is not None or self._fails
         self._snapshot_interval_s = snapshot_interval_s
         #: What the router has scraped, and when.
         self._scraped: dict[str, ReplicaSnapshot] = {}
@@ -310,7 +312,7 @@ class Simulation:
             self._count(now)
         if self._copies:
             next_s = min(next_s, *(end_s for end_s, _ in self._copies.values()))
-        if self._rows or source.next_s < math.inf:
+        if self._changes and (self._rows or source.next_s < math.inf):
             next_s = min(next_s, self._next_change_s())
         return next_s
 
