@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 
-from examples.pretrained.amounts import amount_rows
+from examples.pretrained.amounts import NUM_PROMPTS, amount_rows, composed_prompts, real_requests
 from examples.pretrained.card import card, training_sentences
 from examples.pretrained.distillation import (
     made_up_prompts,
     real_prompts,
     typical_temperatures,
+    version_of,
     write_teacher_rows,
 )
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
 from examples.pretrained.minilm import write_encoder as write_minilm
-from examples.pretrained.prepare import Prepared, prepare
+from examples.pretrained.prepare import Prepared, part_of, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
@@ -42,6 +44,8 @@ TAUGHT_CHARACTERS = 300
 #: Weights of the teachers' predictions in the loss, for CASTILLO's prompts, synthetic ones and those of other sources, and of
 #: the lengths of prompts that ask for an amount; true lengths of CASTILLO have weight 1.
 TEACHER_WEIGHTS = {"castillo": 0.5, "synthetic": 0.5, "others": 0.2, "amounts": 0.6}
+#: Share of the prompts, and learning rates, of a training that continues an earlier one.
+CONTINUED_SHARE, CONTINUED_RATES = 0.4, ("--stage1.learning_rate=5e-5", "--stage1.heads_learning_rate=3e-4")
 #: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
@@ -62,6 +66,8 @@ class PretrainedConfig:
     """Checkpoint folder of the teacher; the default is created by `make smollm2`. minilm learns its predictions for the shorter training prompts and for synthetic prompts, in addition to the true lengths. null: only the true lengths."""
     initial: str | None = "pretrained"
     """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder, and it is the second teacher. null: training starts from all-MiniLM-L6-v2, which needs more epochs."""
+    continued: str | None = None
+    """Checkpoint folder of an earlier run. Training then continues from it, at lower rates, on 40 % of the prompts and on all those with options of reasoning or formats, in a third of the time."""
     train_options: tuple[str, ...] = ()
     """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
@@ -82,6 +88,9 @@ def pretrained(config: PretrainedConfig) -> None:
         previous = None if config.initial is None else open_runtime(config.initial, provider="cpu")
         if config.teacher is not None:
             training |= steps.teach(Path(config.teacher), previous)
+    if config.continued is not None:
+        training = part_of(training, CONTINUED_SHARE)
+        options += ["--init", config.continued, *CONTINUED_RATES]
     options += ["--encoder", steps.encoder(config.predictor, previous), *config.train_options]
     steps.train(options, training)
     steps.calibrate()
@@ -126,7 +135,7 @@ class _Steps:
 
     def teach(self, checkpoint: Path, previous: ArtifactRuntime | None) -> dict[Path, float]:
         """Creates the files of the teachers' predictions if necessary, and returns them with their weights in the loss; their
-        names have the hash of the checkpoint's weights and the version of the artifact."""
+        names have the versions of what they were made from: the checkpoint's weights, the artifact, and the prompts."""
         since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
         if previous is not None:
             version += f"-{previous.artifact.manifest.artifact_version}"
@@ -135,9 +144,9 @@ class _Steps:
         parts = {"synthetic": list(made_up)}
         for name, real in (("castillo", castillo), ("others", others)):
             parts[name] = [prompt for prompt in real if len(prompt) <= TAUGHT_CHARACTERS]
-        temperatures, files = typical_temperatures(self.files), {}
+        temperatures, files = typical_temperatures(self.files), dict[Path, float]()
         for name, prompts in parts.items():
-            file = self.out / "data" / f"teacher-{version}-{name}.parquet"
+            file = self.out / "data" / f"teacher-{version}-{version_of(prompts, temperatures)}-{name}.parquet"
             files[file] = TEACHER_WEIGHTS[name]
             if not file.is_file():
                 write_teacher_rows(file, checkpoint, previous, prompts, temperatures, SEED)
@@ -147,10 +156,11 @@ class _Steps:
 
     def amounts(self, checkpoint: Path, temperatures: Mapping[str, float]) -> Path:
         """Creates the file of composed prompts that ask for an amount if necessary, and returns it."""
-        since = time.monotonic()
-        file = self.out / "data" / f"amounts-{sha256_file(checkpoint / 'model.safetensors')[:8]}.parquet"
+        since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
+        prompts = composed_prompts(real_requests(self.files), NUM_PROMPTS, np.random.default_rng(SEED))
+        file = self.out / "data" / f"amounts-{version}-{version_of(prompts, temperatures)}.parquet"
         if not file.is_file():
-            amount_rows(file, checkpoint, self.files, temperatures, SEED)
+            amount_rows(file, checkpoint, prompts, temperatures, SEED)
         self.shell.finished("t", "amounts", "", since, str(file))
         return file
 

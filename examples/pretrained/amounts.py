@@ -443,20 +443,19 @@ _CODE_WORDS = re.compile(
 def amount_rows(
     file: Path,
     checkpoint: Path,
-    files: Prepared,
+    prompts: Sequence[Composed],
     temperatures: Mapping[str, float],
     seed: int,
-    num_prompts: int = NUM_PROMPTS,
 ) -> None:
-    """Writes rows for `train`: composed prompts without tags, each with `ROWS_PER_PROMPT` served models of the teacher, the
+    """Writes rows for `train`: `composed_prompts`, without tags, each with `ROWS_PER_PROMPT` served models of the teacher, the
     same for the prompts of a task, and two output lengths drawn from its label.
 
     Args:
         file: Parquet file to write.
         checkpoint: Folder of the teacher; it is conditioned on the served model.
-        files: Prepared data: short real prompts of its training files are used as tasks.
+        prompts: Prompts by task.
         temperatures: Served model -> temperature of its predictions; unknown for other served models.
-        seed: Seed of the prompts, the served models and the lengths.
+        seed: Seed of the served models and the lengths.
 
     Raises:
         InputError: The checkpoint is not conditioned on the served model.
@@ -467,7 +466,6 @@ def amount_rows(
         allowed = "a checkpoint with a length head that is conditioned on the served model"
         raise InputError("checkpoint", str(checkpoint), allowed)
     rng = np.random.default_rng(seed)
-    prompts = composed_prompts(real_requests(files), num_prompts, rng)
     names = np.array(conditioning.served_models, dtype=object)
     size = min(ROWS_PER_PROMPT, len(names))
     tasks = np.array([prompt.task for prompt in prompts])

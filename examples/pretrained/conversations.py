@@ -33,7 +33,8 @@ _TOOLS = {
 _SEND_MESSAGE = "send_message_to_human"
 _SYSTEM_AND_USER = re.compile(r"\s*System[^\n]{0,40}?:?[ \n](.*?)\n+\s*User[^\n]{0,20}:?\n(.*)", re.DOTALL)
 _QUESTION = re.compile(r"\n\n(?=Given the family relationships:|Biorąc pod uwagę poniższe)")
-_EFFORT = re.compile(r"[:-](low|medium|high)(?:-long)?$")
+#: Mistral Medium is the name of a model.
+_EFFORT = re.compile(r"(?<!istral)[:-](low|medium|high|xhigh)(?:-long)?$")
 _THINKING = re.compile(r"[:-]?(no)?(?:think|thk)(?:ing)?(?:-\d+k)?$|-thinking-")
 #: System prompts that many applications send, and that hardly change an answer.
 NEUTRAL = (
@@ -83,10 +84,10 @@ def conversation_of(dataset: str, prompt: str, model: str, system_prompt: str | 
     options = thinking(model)
     if tools:
         options["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
-    return _conversation(messages, options)
+    return conversation(messages, options)
 
 
-def _conversation(messages: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> Conversation:
+def conversation(messages: Sequence[tuple[str, str]], options: Mapping[str, Any]) -> Conversation:
     """The messages that have a text, after the options in OpenAI's names."""
     body: dict[str, Any] = dict(options)
     body["messages"] = [{"role": role, "content": text} for role, text in messages if text]
@@ -96,6 +97,12 @@ def _conversation(messages: Sequence[tuple[str, str]], options: Mapping[str, Any
 def is_bare(messages: Conversation) -> bool:
     """Whether a conversation is a single user message without options."""
     return len(messages) == 1 and messages[0].role == USER
+
+
+def thinks(model: str) -> bool:
+    """Whether the name of a served model in a set says that it was run with thinking."""
+    options = thinking(model)
+    return bool(options) and options != {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def thinking(model: str) -> dict[str, Any]:
@@ -143,10 +150,10 @@ def with_options(rows: pd.DataFrame, number: int, seed: int) -> pd.DataFrame:
         elif kind < 0.45 or not system:
             options["stop"] = [str(rng.choice(["###", "</s>", "User:", "<|im_end|>", "\n\n\n"]))]
         least = options.get("min_tokens", 1)
-        conversation = _conversation([(SYSTEM, system), (USER, group.prompt.iloc[0])], options)
+        messages = conversation([(SYSTEM, system), (USER, group.prompt.iloc[0])], options)
         copies = group.assign(
             prompt_id=f"{prompt_id}-copy",
-            **{name: values * len(group) for name, values in columns([conversation]).items()},
+            **{name: values * len(group) for name, values in columns([messages]).items()},
         )
         copies["output_tokens"] = [np.maximum(values, least) for values in copies.output_tokens]
         parts.append(copies)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from examples.pretrained.prepare import COLUMNS, Prepared, prompt_hash
+from examples.pretrained.prepare import COLUMNS, OPTIONS, Prepared, prompt_hash
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
@@ -36,9 +38,16 @@ NUM_LEVELS = 16
 Floats = NDArray[np.float32]
 
 
+def version_of(texts: Sequence[object], temperatures: Mapping[str, float]) -> str:
+    """Hash of prompts and temperatures, as part of the names of files that were made from them."""
+    parts = [*map(str, texts), json.dumps(dict(temperatures), sort_keys=True)]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:8]
+
+
 def real_prompts(files: Prepared) -> tuple[list[str], list[str]]:
     """Training prompts of CASTILLO, and those of the other sources, without duplicates."""
-    order = sorted(files.training, key=lambda file: "" if _is_castillo(file) else file.stem)
+    training = [file for file in files.training if file.stem != OPTIONS]
+    order = sorted(training, key=lambda file: "" if _is_castillo(file) else file.stem)
     tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
     prompts = pd.concat(tables).drop_duplicates("prompt")
     return prompts.prompt[prompts.castillo].tolist(), prompts.prompt[~prompts.castillo].tolist()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,11 @@ from examples.pretrained.conversations import (
     columns,
     conversation_of,
     is_bare,
+    thinks,
     with_options,
 )
+from examples.pretrained.options import option_rows
+from scheduler_core.prediction.prompt_text import ConversationParts
 from scheduler_core.shell.files import atomic_file
 
 SPLIT_SEED = 0
@@ -39,8 +42,12 @@ COLUMNS = (
     *("dataset", "prompt_id", "prompt", "messages"),
     *("model", "temperature", "output_tokens", "finished"),
 )
+#: Name of the file of prompts of the other files with options of reasoning and formats.
+OPTIONS = "options"
 #: Number of CASTILLO's training prompts that are copied with system prompts and options, and the weight of their rows.
 NUM_COPIES, COPY_WEIGHT = 1_500, 0.5
+#: Probability that the system prompt, the earlier turns or the options of a training conversation are left out.
+DROPPED_PARTS = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +189,10 @@ def prepare(data: Path, out: Path) -> Prepared:
     castillo = pd.concat([parts["castillo_tune"], parts["castillo_train"]])
     parts["castillo_copies"] = with_options(castillo, NUM_COPIES, SPLIT_SEED)
     weights["castillo_copies"] = COPY_WEIGHT
+    parts[OPTIONS] = option_rows(
+        pd.concat([parts[name] for name in weights if name != "castillo_copies"]), SPLIT_SEED
+    )
+    weights[OPTIONS] = COPY_WEIGHT
     for name, part in (parts | apart).items():
         with atomic_file(out / f"{name}.parquet") as temporary:
             part[list(COLUMNS)].to_parquet(temporary, compression="zstd", index=False)
@@ -192,6 +203,23 @@ def prepare(data: Path, out: Path) -> Prepared:
         choice=tuple(out / f"{name}.parquet" for name in ("calibration", *CHOICE, CHOICE_FAMILIES)),
         set_aside={name: out / f"{name}.parquet" for name in (*SET_ASIDE, REPORT_FAMILIES)},
     )
+
+
+def part_of(training: Mapping[Path, float], share: float) -> dict[Path, float]:
+    """Writes `share` of the prompts of each training file, chosen by a hash, beside it, and returns these files with their
+    weights; prompts with options are few and are all kept."""
+    parts = {}
+    for file, weight in training.items():
+        part = file if file.stem == OPTIONS else file.with_name(f"share-{file.name}")
+        if part != file:
+            table = pd.read_parquet(file)
+            is_kept = {
+                text: int(prompt_hash(text), 16) % 1_000 < 1_000 * share for text in table.prompt.unique()
+            }
+            with atomic_file(part) as temporary:
+                table[table.prompt.map(is_kept)].to_parquet(temporary, compression="zstd", index=False)
+        parts[part] = weight
+    return parts
 
 
 def _castillo(file: Path) -> pd.DataFrame:
@@ -244,6 +272,10 @@ def _grouped(table: pd.DataFrame, name: str, num_prompts: int | None, *, fold: b
             table = table[~table.hidden_reasoning.fillna(False).astype(bool)]
             table = table[table.dataset != "speechmap/us_hard"]
         tokens = table.n_tokens
+        if fold:  # whose thinking was not counted
+            counts = table.reindex(columns=["api_tokens", "n_tokens_reasoning"]).notna().any(axis=1)
+            table = table[counts | ~table.model.map({name: thinks(name) for name in table.model.unique()})]
+            tokens = table.n_tokens
         if "api_tokens" in table.columns:
             tokens = table.api_tokens.fillna(table.n_tokens + table.n_tokens_reasoning.fillna(0))
     table = table.assign(tokens=pd.to_numeric(tokens, errors="coerce"))
@@ -255,6 +287,13 @@ def _grouped(table: pd.DataFrame, name: str, num_prompts: int | None, *, fold: b
     system = table.system_prompt if "system_prompt" in table.columns else [None] * len(table)
     texts = zip(table.prompt, table.model, system, strict=True)
     conversations = [conversation_of(name, prompt, model, prefix) for prompt, model, prefix in texts]
+    if fold:
+        rng = np.random.default_rng(SPLIT_SEED)
+        kept = {
+            each: ConversationParts.of(each).with_random_parts(rng, DROPPED_PARTS)
+            for each in dict.fromkeys(conversations)
+        }
+        conversations = [kept[each] for each in conversations]
     rows = pd.DataFrame(
         {
             **columns(conversations),

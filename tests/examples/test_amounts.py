@@ -99,8 +99,8 @@ def test_short_requests_without_amounts_code_or_numbers_are_tasks(tmp_path: Path
 def test_rows_have_the_same_served_models_for_the_prompts_of_a_task(tmp_path: Path) -> None:
     save_teacher(tmp_path, tuple(f"org/{number}" for number in range(10)))
     file = tmp_path / "rows.parquet"
-    files = _prepared(tmp_path, ["Why is the sky blue in the evening?"])
-    amounts.amount_rows(file, tmp_path / "teacher", files, {"org/1": 0.6}, seed=0, num_prompts=40)
+    prompts = composed_prompts(REAL, 40, np.random.default_rng(0))
+    amounts.amount_rows(file, tmp_path / "teacher", prompts, {"org/1": 0.6}, seed=0)
     rows = pd.read_parquet(file)
     assert tuple(rows.columns) == COLUMNS
     models = rows.groupby("prompt_id", sort=False).model.agg(tuple)

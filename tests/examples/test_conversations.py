@@ -53,6 +53,8 @@ def test_a_system_prompt_of_its_own_column_is_the_first_message():
         ("o4-mini-high-long", {"reasoning_effort": "high"}),
         ("qwen3-30b-a3b-nothink", {"chat_template_kwargs": {"enable_thinking": False}}),
         ("claude-3.7-thinking-4k", {"chat_template_kwargs": {"enable_thinking": True}}),
+        ("gpt-5.4-xhigh", {"reasoning_effort": "xhigh"}),
+        ("mistral-medium", {}),
         ("gpt-4o-mini", {}),
         ("yi-lightning", {}),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
+from examples.pretrained import __main__ as recipe
 from examples.pretrained import distillation, minilm, tiny, tiny_network
 from examples.pretrained.card import training_sentences
 from examples.pretrained.prepare import (
@@ -24,7 +27,8 @@ from examples.pretrained.prepare import (
     served_model,
 )
 from examples.pretrained.unseen import markdown, score_source, score_sources
-from predictors.modules.checkpoint import save_checkpoint
+from examples.shell import Shell
+from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import Conditioning, PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
@@ -47,7 +51,8 @@ NUM_PROMPTS = 30
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    data, out = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("out")
+    data, out = (tmp_path_factory.mktemp("public") / name for name in ("data", "out"))
+    data.mkdir()
     for folder in ("more", "multi_model", "repeated_samples"):
         (data / folder).mkdir()
     for split in ("train", "validation"):
@@ -240,6 +245,55 @@ def test_rows_of_the_teacher_have_its_mu_and_sigma(tmp_path: Path) -> None:
     distances = expected["sigma"][:, None] * stats.t.ppf(0.5 + (np.arange(16) + 0.5) / 32, 3.5)
     nearest = np.abs((high - low)[:, None] / 2 - distances).min(axis=1)
     assert nearest.max() < 0.03
+
+
+@pytest.fixture
+def small_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A teacher of two served models, and few synthetic and composed prompts to learn from it."""
+    save_teacher(tmp_path, ("a/b", "gpt-4o"))
+    monkeypatch.setattr(recipe, "MADE_UP", 20)
+    monkeypatch.setattr(recipe, "NUM_PROMPTS", 20)
+    return tmp_path / "teacher"
+
+
+def test_files_of_the_teacher_are_kept_for_the_same_prompts(
+    prepared: Prepared, small_teacher: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    steps = recipe._Steps(Shell(tmp_path / "logs", io.StringIO()), tmp_path, prepared, "tailcast-minilm")
+    files = steps.teach(small_teacher, None)
+    assert {file.stem.rsplit("-")[-1] for file in files} >= {"synthetic", "castillo", "others"}
+    assert any(file.stem.startswith("amounts") for file in files)
+    written = {file: file.stat().st_mtime_ns for file in files}
+    assert steps.teach(small_teacher, None) == files
+    assert {file: file.stat().st_mtime_ns for file in files} == written
+    training = dict(list(prepared.training.items())[:2])
+    fewer = replace(steps, files=replace(prepared, training=training)).teach(small_teacher, None)
+    assert {file.stem.split("-")[-1] for file in files.keys() - fewer.keys()} >= {"synthetic", "others"}
+    assert len(fewer) == len(files)
+
+
+@pytest.mark.slow
+def test_the_recipe_runs_from_the_data_to_a_calibrated_checkpoint(
+    prepared: Prepared, small_teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--stage1.epochs=1", "--stage2.epochs=1", "--batch_size=64", "--precision=32-true")
+    config = recipe.PretrainedConfig(
+        data=str(prepared.report.parents[1] / "data"),
+        out=str(tmp_path / "out"),
+        teacher=str(small_teacher),
+        initial=None,
+        train_options=options,
+        export=False,
+    )
+    for _ in range(2):  # the second time nothing is left to do
+        recipe.pretrained(config)
+    steps = capsys.readouterr().out
+    assert steps.count("checkpoint") >= 2
+    assert "exists" in steps
+    model = load_checkpoint(tmp_path / "out" / "calibrated").model
+    assert model.config.form.part_tokens is not None
+    assert model.config.form.part_tokens.format_size
 
 
 def test_two_teachers_are_averaged(teacher: ArtifactRuntime, tmp_path: Path) -> None:
