@@ -429,7 +429,9 @@ def test_a_new_served_model_needs_no_options_but_data_and_checkpoint(conditioned
 
 def test_a_checkpoint_can_be_trained_further(conditioned, bert, several, tmp_path):
     options = {"init": str(conditioned), "conditioning": ConditioningOptions(), "stage2": NO_STAGE}
-    info = train(tiny(bert, several, tmp_path / "out", **options))
+    info = train(tiny(bert, several, tmp_path / "out", amounts=True, **options))
+    assert not load_checkpoint(conditioned).config.amounts
+    assert load_checkpoint(tmp_path / "out").config.amounts  # it says what its texts are made of
     before, after = weights(conditioned), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     assert not same(before, after)

@@ -233,6 +233,8 @@ def _check_vocabulary(encoder: str, model: PromptPredictor, tokenizer: PreTraine
 def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialModel:
     checkpoint = load_checkpoint(path)
     model, conditioning = checkpoint.model, checkpoint.config.conditioning
+    form = {name: getattr(config, name) for name in ("conversations", "part_tokens", "amounts")}
+    model.config = replace(model.config, **form)  # what the texts of this run are made of
     _check_heads(config, checkpoint.config.heads, path)
     if conditioning is None:
         if config.conditioning is not None:
