@@ -307,8 +307,9 @@ class SimulationConfig:
     """Model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets),
     table (measured operators). Unset: linear, with the values of step_time."""
     step_time_parameters: dict[str, Any] | str = field(default_factory=dict)
-    """Parameters of step_time_model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline; or the path of a
-    result of `simulate calibrate` (JSON), which also has the model."""
+    """Parameters of step_time_model, such as {model: qwen3-14b, gpu: h100, tensor_parallel: 2, weights: fp8} for roofline, whose
+    model is also a Hugging Face name or the path of a config.json (docs/accuracy.md); or the path of a result of
+    `simulate calibrate` (JSON), which also has the model."""
     horizon_s: float | None = None
     """Simulated seconds after which the run ends although requests are not finished; for closed loops, in which better
     orders serve more turns in the same time. Unset: until all requests have finished."""

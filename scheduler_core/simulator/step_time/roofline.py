@@ -55,7 +55,7 @@ class RooflineStepTime(Deployment):
     | f, b | efficiency times operations and bytes per second of all devices of the group | 1/s |
 
     Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. The constants in
-    roofline.json are fitted to vLLM on H100, with errors in docs/accuracy.md. On an A100 step times are within 25 % of Vidur's
+    roofline.json are fitted to vLLM on H100, with errors in docs/accuracy.md. On an A100 step times are within 20 % of Vidur's
     profile of Llama-3-8B for 1 to 128 decodes and 256 to 4,096 prompt tokens (tests). For an engine at hand use
     `simulate calibrate`.
     """
