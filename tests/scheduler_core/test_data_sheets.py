@@ -163,8 +163,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would() -> None:
         RooflineStepTime(model="llama-3.1-70b", gpu="h100-80gb")
     for options in ({"tensor_parallel": 2}, {"gpu": "b200-180gb"}):
         RooflineStepTime(**{"model": "llama-3.1-70b", "gpu": "h100-80gb"} | options)
-    with pytest.raises(InputError, match="tensor_parallel: got 3"):
+    with pytest.raises(InputError, match="tensor_parallel: got 3; allowed: 1, 2, 4, 8, 16, 32, by the"):
         RooflineStepTime(tensor_parallel=3)
+    with pytest.raises(InputError, match="tensor_parallel: got 4; allowed: 1, 2, 5, 10, 20, 40"):
+        RooflineStepTime(model="phi-4", tensor_parallel=4)
     with pytest.raises(InputError, match="expert_parallel"):
         RooflineStepTime(expert_parallel=True)
 

@@ -92,11 +92,10 @@ class Deployment:
             check_choice("weights", self.weights, WEIGHT_BITS)
         check_choice("kv_cache", self.kv_cache, KV_BYTES)
         check_ranges(self, link_bytes_per_s=(POSITIVE, FINITE))
-        if self.size.num_heads % self.tensor_parallel:
-            heads = self.size.num_heads
-            raise InputError(
-                "tensor_parallel", self.tensor_parallel, f"divisors of the {heads} attention heads"
-            )
+        sizes = self.size.tensor_parallel_sizes
+        if self.tensor_parallel not in sizes:
+            allowed = ", ".join(map(str, sizes)) + f", by the attention heads of {self.model}"
+            raise InputError("tensor_parallel", self.tensor_parallel, allowed)
         if self.expert_parallel and not self.size.expert_parameters:
             raise InputError("expert_parallel", True, f"false, as {self.model} has no experts")
         self.num_kv_blocks()
@@ -186,8 +185,7 @@ class Deployment:
         weights = self.weight_bytes
         per_device = max(usable - block, 1.0)
         need = math.ceil(weights / self.pipeline_parallel / per_device) if usable > block else 2**16
-        heads = self.size.num_heads
-        fitting = [num for num in range(need, heads + 1) if heads % num == 0]
+        fitting = [num for num in self.size.tensor_parallel_sizes if num >= need]
         kind = {"bf16": "16-bit", "fp8": "8-bit", "int4": "4-bit"}[self.weight_types[1]]
         allowed = f"at least {fitting[0]}" if fitting else "no number of these devices"
         allowed += (

@@ -123,6 +123,16 @@ class ModelSize:
         return sum(num for _, num in self.layers)
 
     @property
+    def tensor_parallel_sizes(self) -> list[int]:
+        """Numbers of devices that can share a layer: they split the query heads, and split or copy those of keys and values."""
+        kv_heads = {layer.kv_heads for layer, _ in self.layers}
+        return [
+            num
+            for num in range(1, self.num_heads + 1)
+            if self.num_heads % num == 0 and all(heads % num == 0 or num % heads == 0 for heads in kv_heads)
+        ]
+
+    @property
     def dense_parameters(self) -> int:
         """Weights in the matrices of all layers that every token uses."""
         return sum(num * (layer.attention + layer.feed_forward) for layer, num in self.layers)

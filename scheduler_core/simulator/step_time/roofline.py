@@ -19,7 +19,13 @@ from scheduler_core.simulator.step_time.base import (
     StepWork,
     total_of,
 )
-from scheduler_core.simulator.step_time.deployment import GPUS, KV_BYTES, Deployment
+from scheduler_core.simulator.step_time.deployment import (
+    GPUS,
+    KV_BYTES,
+    NODE_DEVICES,
+    NODE_LINK_BYTES_PER_S,
+    Deployment,
+)
 from scheduler_core.simulator.step_time.model_size import MODELS, WEIGHT_BITS
 
 __all__ = ["GPUS", "MODELS", "RooflineStepTime"]
@@ -239,8 +245,9 @@ class RooflineStepTime(Deployment):
             latency_s = 2 * self.size.num_layers * MESSAGE_S
             seconds = min(sent / self.link_efficiency, latency_s + sent / MESSAGE_EFFICIENCY)
         if self.pipeline_parallel > 1:
-            hidden = 2 * self.size.hidden * num_tokens / (self._link_bytes_per_s * MESSAGE_EFFICIENCY)
-            seconds += (self.pipeline_parallel - 1) * (MESSAGE_S + hidden)
+            link = self._link_bytes_per_s if self.num_devices <= NODE_DEVICES else NODE_LINK_BYTES_PER_S
+            hidden_s = 2 * self.size.hidden * num_tokens / (link * MESSAGE_EFFICIENCY)
+            seconds += (self.pipeline_parallel - 1) * (MESSAGE_S + hidden_s)
         return seconds
 
     def _decodes(self, contexts: Sequence[int]) -> float:
