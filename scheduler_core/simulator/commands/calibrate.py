@@ -58,7 +58,7 @@ class EngineCalibrationConfig:
     """Replace existing output files."""
     measurements: list[str] = field(default_factory=list)
     """Files, recognized by their content: results of vllm bench serve --save-detailed (one for each rate); the feedback log of
-    tailcast-proxy, or its folder; the log of vLLM's server, best with --enable-logging-iteration-details; two or more scrapes
+    tailcast-proxy in front of one engine, or its folder; the log of vLLM's server, best with --enable-logging-iteration-details; two or more scrapes
     of its /metrics, in one file or several; a range query of Prometheus for {__name__=~"vllm:.*"} (JSON)."""
     metrics_url: str | None = None
     """Address of /metrics of a running vLLM, which is scraped for duration_s."""

@@ -16,7 +16,7 @@ from scheduler_core.simulator.measurements.steps import StepMeasurement
 _SIZE = re.compile(r"KV cache size: ([\d,]+) tokens")
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
-    r"(\d+) generation tokens, iteration elapsed time: ([\d.]+) ms( \(dummy\))?.*?KV cache usage: ([\d.]+)%"
+    r"(\d+) generation tokens, iteration elapsed time: ([\d.]+) ms( \(dummy\))?(?:.*?KV cache usage: ([\d.]+)%)?"
 )
 _MEAN = re.compile(
     r"(?:Engine (\d+): )?Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s, "
@@ -51,7 +51,7 @@ def log_measurements(lines: Iterable[str], name: str) -> tuple[list[StepMeasurem
                 if is_dummy or not float(elapsed) > 0:
                     left_out["steps without a duration"] += 1
                     continue
-                context = size * float(usage) / 100
+                context = size * float(usage or 0.0) / 100  # not in every version
                 step = StepMeasurement(
                     float(elapsed) / 1e3, int(decodes), context, int(prefill), int(prompts)
                 )

@@ -118,10 +118,13 @@ def _engine(labels: Mapping[str, str]) -> tuple[str, ...]:
 
 def _add(scrape: Scrape, metric: str, labels: Mapping[str, str], value: float) -> None:
     """Adds a sample; series that only differ in further labels are summed."""
-    if "le" in labels:
-        if metric == f"{TOKENS_OF_STEPS}_bucket":
-            scrape[f"{metric} {labels['le']}"] = scrape.get(f"{metric} {labels['le']}", 0.0) + value
-        return
+    if metric.endswith("_bucket"):
+        if metric != f"{TOKENS_OF_STEPS}_bucket":
+            return
+        try:
+            metric = f"{metric} {parse_number(labels.get('le', ''))}"
+        except ValueError as error:
+            raise InputError(f"{metric}: le", labels.get("le"), "a number") from error
     if metric == CACHE:
         for label in SIZE_LABELS:
             if labels.get(label, "").isdecimal():
@@ -202,7 +205,7 @@ def _inequality(before: Scrape, after: Scrape, prompts: float) -> float:
         metric, _, bound = name.partition(" ")
         count = _difference(before, after, name) if metric == f"{TOKENS_OF_STEPS}_bucket" else None
         if count is not None:
-            counts[parse_number(bound)] = count
+            counts[float(bound)] = count
     low = below = total = first = second = 0.0
     remaining = max(counts.values(), default=0.0) - prompts
     for high in sorted(counts):

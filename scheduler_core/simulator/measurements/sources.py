@@ -196,4 +196,4 @@ def _step(row: Any, name: str) -> StepMeasurement:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
