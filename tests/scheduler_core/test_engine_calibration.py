@@ -82,7 +82,7 @@ def steps_of(probes: Sequence[Probe]) -> list[StepMeasurement]:
     return request_measurements(probes, LIMITS.max_num_batched_tokens)[0]
 
 
-def phases(*rates: float, num: int = 80) -> Run:
+def phases(*rates: float, num: int = 60) -> Run:
     """A run whose load changes, so that intervals differ."""
     rows, start_s = [], 0.0
     for index, rate in enumerate(rates):
@@ -173,25 +173,22 @@ def counters(run: Run, at_s: float) -> dict[str, float]:
     values |= {"vllm:iteration_tokens_total_count": 0.0, "vllm:prompt_tokens_total": 0.0}
     values |= dict.fromkeys(map(bucket, BUCKETS), 0.0)
     size, context = LIMITS.num_kv_blocks * LIMITS.kv_block_tokens, 0.0
-    for row in run.steps:
-        if row["end_s"] <= at_s:
-            values["vllm:iteration_tokens_total_count"] += 1
-            values["vllm:prompt_tokens_total"] += row["num_prefill_tokens"]
-            for bound in BUCKETS:
-                values[bucket(bound)] += row["num_tokens"] <= bound
-            context = row["num_context_tokens"]
+    done = [row for row in run.steps if row["end_s"] <= at_s]
+    if done:
+        tokens = np.array([row["num_tokens"] for row in done])
+        values["vllm:iteration_tokens_total_count"] = float(len(done))
+        values["vllm:prompt_tokens_total"] = float(sum(row["num_prefill_tokens"] for row in done))
+        values |= {bucket(bound): float((tokens <= bound).sum()) for bound in BUCKETS}
+        context = done[-1]["num_context_tokens"]
+    begins = {row["end_s"]: row["start_s"] for row in done}
     for probe in run.probes:
-        gaps = [
-            after - before
-            for before, after in zip(probe.token_s[:-1], probe.token_s[1:], strict=True)
-            if after <= at_s
-        ]
-        values["vllm:inter_token_latency_seconds_sum"] += sum(gaps)
+        times = np.array(probe.token_s)
+        gaps = np.diff(times[times <= at_s])
+        values["vllm:inter_token_latency_seconds_sum"] += float(gaps.sum())
         values["vllm:inter_token_latency_seconds_count"] += len(gaps)
-        values["vllm:time_to_first_token_seconds_count"] += probe.token_s[0] <= at_s
-        if probe.token_s[-1] <= at_s:
-            [begin_s] = [row["start_s"] for row in run.steps if row["end_s"] == probe.token_s[0]]
-            values["vllm:request_prefill_time_seconds_sum"] += probe.token_s[0] - begin_s
+        values["vllm:time_to_first_token_seconds_count"] += bool(times[0] <= at_s)
+        if times[-1] <= at_s:
+            values["vllm:request_prefill_time_seconds_sum"] += probe.token_s[0] - begins[probe.token_s[0]]
             values["vllm:request_prefill_time_seconds_count"] += 1
     return values | {"vllm:kv_cache_usage_perc": context / size}
 
@@ -234,7 +231,7 @@ def test_results_of_vllm_bench_at_several_rates(tmp_path: Path) -> None:
     files = []
     for rate in (2.0, 8.0, 20.0):
         files.append(tmp_path / f"{rate:g}.json")
-        files[-1].write_text(json.dumps(bench_json(measured(TRUE, rate))))
+        files[-1].write_text(json.dumps(bench_json(measured(TRUE, rate, num=50))))
     close(fitted(files).parameters, 0.1)
     config = config_of(files)
     result = calibrate.calibrate(config, read_sources(config.measurements, LIMITS))
@@ -255,7 +252,7 @@ def test_time_outside_the_steps_is_found_too(tmp_path: Path, is_ahead: bool) -> 
     true, files = replace(TRUE, frontend_s=0.008, async_scheduling=is_ahead), []
     for rate in (4.0, 10.0):
         files.append(tmp_path / f"{rate:g}.json")
-        files[-1].write_text(json.dumps(bench_json(measured(true, rate, num=150))))
+        files[-1].write_text(json.dumps(bench_json(measured(true, rate, num=90))))
     config = config_of(files)
     result = calibrate.calibrate(config, read_sources(config.measurements, LIMITS))
     parameters = result["step_time"]["parameters"]
