@@ -25,6 +25,11 @@ PAUSE_S = 60.0
 #: Latencies of a run or stage in ms, in the order of the tables; itl: end-to-end without TTFT, per further output token.
 METRICS = ("e2e_mean", "e2e_p99", "ttft_mean", "ttft_p99", "itl_mean")
 WHOLE = -1
+#: Columns in which the stages of a run are equal.
+_SETTING = (
+    "model", "tensor_parallel", "workload", "prompt_tokens_min", "prompt_tokens_max", "output_tokens", "unique_prompts",
+    "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +107,12 @@ class Run:
 
 def read_runs(path: Path) -> list[Run]:
     """The runs in a CSV file, see h100_runs.md beside it."""
-    groups: dict[tuple[str, str, str], list[dict[str, str]]] = {}
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            groups.setdefault((row["model"], row["tensor_parallel"], row["workload"]), []).append(row)
+            groups.setdefault(tuple(row[name] for name in _SETTING), []).append(row)
     runs = []
-    for (model, devices, workload), rows in groups.items():
+    for rows in groups.values():
         measured = {
             int(row["stage"]): {name: float(row.get(name) or "nan") for name in METRICS} for row in rows
         }
@@ -121,9 +126,9 @@ def read_runs(path: Path) -> list[Run]:
         first = rows[0]
         runs.append(
             Run(
-                model=model,
-                tensor_parallel=int(devices),
-                workload=workload,
+                model=first["model"],
+                tensor_parallel=int(first["tensor_parallel"]),
+                workload=first["workload"],
                 prompt_tokens=(int(first["prompt_tokens_min"]), int(first["prompt_tokens_max"])),
                 output_tokens=int(first["output_tokens"]),
                 unique_prompts=int(first["unique_prompts"]),
