@@ -18,10 +18,18 @@ class EnginePool(Pool):
     """The requests of an engine; what its prefix cache has of them is looked up there."""
 
     engine: LiveEngine
+    #: Updates `num_output_tokens` of a running request, if its progress is not reported in every step.
+    read_outputs: Callable[[RequestState], None] | None = None
 
     def look_up(self, state: RequestState) -> None:
         """See `Pool`."""
         self.engine.look_up([state])
+
+    def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
+        """See `Pool`."""
+        if self.read_outputs is not None:
+            self.read_outputs(state)
+        return super().preempt(state, now, offload_tokens)
 
     def adopt(self, state: RequestState, now: float) -> None:
         """Runs a request that the engine has admitted without a plan; `kv` has its blocks already."""

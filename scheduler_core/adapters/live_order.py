@@ -240,11 +240,11 @@ class LiveOrder:
         if num_output_tokens > state.num_output_tokens:
             state.num_output_tokens = num_output_tokens
             state.last_token_s = now
-            if state.first_token_s is None:
-                state.first_token_s = now
             if state.decode_entered_s is None:
                 state.decode_entered_s = now
                 ends_prefill = True
+                if state.first_token_s is None:
+                    state.first_token_s = now
         if self._has_on_tokens:
             self.policy.on_tokens(state, num_tokens, now)
         if ends_prefill:

@@ -104,7 +104,7 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
         self._tailcast_chunks: dict[str, int] = {}
         self._tailcast_step_start_s: float | None = None
         #: Whether policy or former use the progress of running requests beyond the first token and the end.
-        self._tailcast_follows = former is not None or policy.progress != "unused"
+        self._tailcast_follows = policy.progress != "unused" or not (former is None or former.lockstep)
         #: Requests without an output token since their last admission.
         self._tailcast_prefills: set[str] = set()
         order, clock = self._tailcast_order, self._tailcast_clock
@@ -171,14 +171,6 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
         """Called by vLLM once for each request that ends, in any state and for any reason."""
         self._tailcast_end(request)
         return super()._free_request(request, *args, **kwargs)
-
-    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Called by vLLM for the tokens of a request in this step: those of a prompt are at most the planned ones."""
-        limit = self._tailcast_chunks.get(request.request_id)
-        if limit is not None and num_new_tokens > limit:
-            num_new_tokens = limit
-        num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        return num_tokens
 
     @guarded
     def _tailcast_arrive(self, request: Any) -> None:
@@ -249,6 +241,7 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
             for request_id in admitted:
                 self._tailcast_admitted(self.requests[request_id], output.num_scheduled_tokens[request_id])
         order.schedule(admitted, now)
+        self._tailcast_touch(output.num_scheduled_tokens)
 
     @guarded
     def _tailcast_report(self, scheduler_output: Any, model_runner_output: Any, now: float) -> list[str]:
@@ -256,6 +249,9 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
         scheduled = scheduler_output.num_scheduled_tokens
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         prefills = [request_id for request_id in self._tailcast_prefills if request_id in scheduled]
+        if self._tailcast_batches is not None and scheduler_output.scheduled_spec_decode_tokens:
+            # Some of them may be rejected.
+            self._tailcast_touch(scheduled)
         requests, progress = self.requests, self._tailcast_order.progress
         for request_id in scheduled if self._tailcast_follows else prefills:
             request, row = requests.get(request_id), rows.get(request_id)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from scheduler_core.adapters.live_batches import LiveBatches
@@ -26,7 +27,7 @@ class VllmBlocks(KVCache):
     allocates it chunk by chunk.
     """
 
-    def __init__(self, manager: Any, cache: VllmCache, block_size: int) -> None:
+    def __init__(self, manager: Any, cache: VllmCache, block_size: int, lookahead_tokens: int) -> None:
         managers = manager.coordinator.single_type_managers
         self._num_groups = max(len(managers), 1)
         num_blocks = (manager.block_pool.num_gpu_blocks - 1) // self._num_groups
@@ -34,38 +35,55 @@ class VllmBlocks(KVCache):
         self.watermark_blocks = -(-manager.watermark_blocks // self._num_groups)
         self._pool, self._cache = manager.block_pool, cache
         self._allocated = managers[cache.main_group].req_to_blocks
+        #: Tokens beyond those of a step that vLLM allocates memory for.
+        self._lookahead_tokens = lookahead_tokens
+        #: Blocks that vLLM has not allocated yet, of those that requests have reserved.
+        self._unallocated: dict[str, int] = {}
+        #: Requests to synchronize.
+        self._touched: list[Iterable[str]] = []
+
+    def touch(self, request_ids: Iterable[str]) -> None:
+        """Called with requests of which vLLM may have computed tokens or allocated blocks."""
+        self._touched.append(request_ids)
 
     def synchronize(
         self,
-        running: Iterable[Any],
-        unexecuted: Iterable[str],
+        requests: Mapping[str, Any],
+        running: Collection[Any],
         states: Mapping[str, RequestState],
         now: float,
     ) -> list[RequestState]:
-        """Copies the progress and memory of vLLM's running requests to their states, and the number of free blocks. What
-        admitted requests have reserved beyond their blocks is not free; `unexecuted` ones have only that. Returns the requests
-        that vLLM has admitted without a plan."""
-        free = self._pool.get_num_free_blocks() // self._num_groups
-        allocated, held, size, waiting = self._allocated, self._held, self.block_tokens, Status.WAITING
-        unplanned = []
-        for request in running:
-            name = request.request_id
-            state = states.get(name)
-            if state is None:
+        """Copies the progress and memory of touched requests to their states, and the number of free blocks. What requests have
+        reserved beyond their blocks is not free. Returns the requests that vLLM has admitted without a plan."""
+        allocated, held, unallocated, size = self._allocated, self._held, self._unallocated, self.block_tokens
+        unplanned, lookahead_tokens, waiting = [], self._lookahead_tokens, Status.WAITING
+        for name in chain.from_iterable(self._touched):
+            request, state = requests.get(name), states.get(name)
+            if request is None or state is None:
                 continue
-            state.num_computed_tokens = request.num_computed_tokens
-            num_blocks, reserved = len(allocated.get(name, ())), held.get(name, 0)
-            if num_blocks >= reserved:
-                held[name] = reserved = num_blocks
-            else:
-                free -= reserved - num_blocks
-            state.kv_tokens = reserved * size
+            if state.status is waiting:
+                if state in unplanned or all(each is not request for each in running):
+                    continue
+                unplanned.append(state)
+            state.num_computed_tokens = computed = request.num_computed_tokens
             if request.num_output_placeholders:
                 state.last_token_s = now  # its latest token is still being computed
-            if state.status is waiting:
-                unplanned.append(state)
-        self.num_free_blocks = free - sum([held.get(name, 0) for name in unexecuted])
+            if computed + lookahead_tokens > state.kv_tokens or name in unallocated:
+                num_blocks, reserved = len(allocated.get(name, ())), held.get(name, 0)
+                held[name] = max(reserved, num_blocks)
+                state.kv_tokens = held[name] * size
+                self._reserve(name, reserved - num_blocks)
+        self._touched = []
+        free = self._pool.get_num_free_blocks() // self._num_groups
+        self.num_free_blocks = free - sum(unallocated.values())
         return unplanned
+
+    def _reserve(self, request_id: str, num_blocks: int) -> None:
+        """Sets the blocks of a request that vLLM has not allocated yet."""
+        if num_blocks > 0:
+            self._unallocated[request_id] = num_blocks
+        else:
+            self._unallocated.pop(request_id, None)
 
     def find(self, state: RequestState) -> Hit:
         """See `KVCache`."""
@@ -85,14 +103,21 @@ class VllmBlocks(KVCache):
         """See `KVCache`."""
         if not self.fits(num_tokens, waive_watermark=waive_watermark, hit=hit):
             return False
-        self._held[request_id] = num_blocks = self.blocks_for(num_tokens)
+        self._held[request_id] = self._unallocated[request_id] = num_blocks = self.blocks_for(num_tokens)
         self.take(num_blocks - hit.num_pinned)
         return True
+
+    def grow(self, request_id: str, num_tokens: int) -> bool:
+        """See `KVCache`."""
+        has_grown = super().grow(request_id, num_tokens)
+        self._reserve(request_id, self._held[request_id] - len(self._allocated.get(request_id, ())))
+        return has_grown
 
     def _free(self, request_id: str, session: str) -> None:
         if request_id in self._held:
             self.num_free_blocks += self.freed_by(request_id)
             del self._held[request_id]
+            self._unallocated.pop(request_id, None)
 
 
 class PlannedSteps:
@@ -111,8 +136,10 @@ class PlannedSteps:
     max_model_len: int
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
+    num_lookahead_tokens: int
     kv_cache_manager: Any
     pause_state: Any
+    _reserve_prefill_lookahead: Any
     scheduler_reserve_full_isl: bool
     _handle_blocked_waiting_request: Any
     # Attributes of ours.
@@ -132,7 +159,7 @@ class PlannedSteps:
     ) -> LiveBatches:
         """`InputError` if the former cannot plan the steps of this engine."""
         check_plannable(self, config, str(self._tailcast_settings.batching))
-        kv = VllmBlocks(self.kv_cache_manager, cache, self.block_size)
+        kv = VllmBlocks(self.kv_cache_manager, cache, self.block_size, self.num_lookahead_tokens)
         limits = Limits(
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
@@ -150,36 +177,67 @@ class PlannedSteps:
         # The former keeps memory for what it admits; vLLM's own check would be a second one.
         self.scheduler_reserve_full_isl = False
         victims: MemoryVictims = "last_admitted" if self.kv_cache_manager.enable_caching else "cheapest"
-        return LiveBatches(policy, former, kv, limits, cache.costs, level, cache, victims)
+        batches = LiveBatches(policy, former, kv, limits, cache.costs, level, cache, victims)
+        batches.pool.read_outputs = cache.read_outputs
+        return batches
 
     @guarded
     def _tailcast_plan(self, now: float) -> list[Any] | None:
         """Lets the batch former plan the step; the running requests in it. None: vLLM decides."""
         batches, queue = self._tailcast_batches, self.waiting
         if batches is None or self.pause_state.name != "UNPAUSED":
-            self._tailcast_chunks = {}
+            self._tailcast_limit_chunks({})
             if batches is not None:
                 queue.plan(())
             return None
         queue.release(self._handle_blocked_waiting_request)
         pool = batches.pool
         assert isinstance(pool.kv, VllmBlocks)
-        for state in pool.kv.synchronize(self.running, batches.unexecuted, batches.states, now):
+        requests = self.requests
+        for state in pool.kv.synchronize(requests, self.running, batches.states, now):
             pool.adopt(state, now)
         batch = batches.form(now)
         for request_id in batch.preempted:
             if not queue.holds(request_id):
-                self._tailcast_evict(self.requests[request_id], now)
-        self._tailcast_chunks = {chunk.request_id: chunk.num_tokens for _, chunk in batch.prefills}
-        chosen = {state.request_id: None for state in batch.decodes} | dict.fromkeys(self._tailcast_chunks)
+                self._tailcast_evict(requests[request_id], now)
+        self._tailcast_limit_chunks({chunk.request_id: chunk.num_tokens for _, chunk in batch.prefills})
+        chosen = [state.request_id for state in batch.decodes]
+        chosen += self._tailcast_chunks
         if not chosen and len(queue) and not self.running:
-            chosen = {head.request_id: None for head in (batches.waiting.peek(),) if head is not None}
-        queue.plan(chosen if batches.unexecuted or not batch.decodes else ())
-        if len(chosen) == len(self.running) and not batches.unexecuted:
+            chosen = [head.request_id for head in (batches.waiting.peek(),) if head is not None]
+        unexecuted = batches.unexecuted
+        queue.plan(chosen if unexecuted or not batch.decodes else ())
+        if not unexecuted and len(chosen) == len(self.running):
             return None  # all of them
+        if len(self.running) == pool.num_running - len(unexecuted):
+            return [requests[name] for name in chosen if name not in unexecuted]
         # vLLM must also see requests of its own, which have no state here.
-        paused = {request_id for request_id in pool.running if request_id not in chosen}
+        paused = pool.running.keys() - set(chosen)
         return [request for request in self.running if request.request_id not in paused]
+
+    def _tailcast_touch(self, request_ids: Iterable[str]) -> None:
+        """Called with the requests of a step that was scheduled or has ended."""
+        if self._tailcast_batches is not None:
+            kv = self._tailcast_batches.pool.kv
+            assert isinstance(kv, VllmBlocks)
+            kv.touch(request_ids)
+
+    def _tailcast_limit_chunks(self, chunks: dict[str, int]) -> None:
+        """Limits the tokens of prompts in the next step, by request; without prompts vLLM's method is not replaced."""
+        self._tailcast_chunks = chunks
+        if chunks:
+            self._reserve_prefill_lookahead = self._tailcast_num_tokens
+        else:
+            self.__dict__.pop("_reserve_prefill_lookahead", None)
+
+    def _tailcast_num_tokens(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Called by vLLM for the tokens of a request in this step: those of a prompt are at most the planned ones."""
+        limit = self._tailcast_chunks.get(request.request_id)
+        if limit is not None and num_new_tokens > limit:
+            num_new_tokens = limit
+        own = type(self)._reserve_prefill_lookahead
+        num_tokens: int = own(self, request, num_computed_tokens, num_new_tokens)
+        return num_tokens
 
     def _tailcast_execute(
         self, planned: list[Any] | None, schedule: Callable[..., Any], args: Any, kwargs: Any
@@ -197,7 +255,8 @@ class PlannedSteps:
         try:
             return schedule(*args, **kwargs)
         finally:
-            former, preempted = set(before), set(planned).difference(self.running)
-            admitted = [request for request in self.running if request not in former]
-            remaining = [request for request in before if request not in preempted]
+            chosen = set(planned)
+            admitted = [request for request in self.running if request not in chosen]
+            preempted = chosen.difference(self.running)
+            remaining = [request for request in before if request not in preempted] if preempted else before
             self.running = [*remaining, *admitted]

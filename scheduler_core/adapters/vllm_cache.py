@@ -134,6 +134,11 @@ class VllmCache:
 
     look_up_again = look_up
 
+    def read_outputs(self, state: RequestState) -> None:
+        """Updates `num_output_tokens` of a running request."""
+        if (request := self._requests.get(state.request_id)) is not None:
+            state.num_output_tokens = request.num_output_tokens
+
     def resident_tokens(self, session: str) -> int:
         """See `EngineView`."""
         context = self._contexts.get(session)

@@ -230,6 +230,8 @@ class UniBoost(Policy):
     #: Of admitted and preempted requests: s_pre - h, and w^.
     _prompts: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _bins: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    #: Generated tokens at which w^ grows, of those that may not be displaced before.
+    _next: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     #: Requests that may be displaced in this step, and those that were preempted since their w^ has grown.
     _open: set[str] = field(default_factory=set, init=False, repr=False)
     _spent: set[str] = field(default_factory=set, init=False, repr=False)
@@ -329,16 +331,20 @@ class UniBoost(Policy):
 
     def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
         self._rate.on_tokens(state, num_tokens)
+        name = state.request_id
+        if state.num_output_tokens < self._next.get(name, 0):
+            return  # most calls
         if not self.mem_guard:
             self._changed.append(state)
             return
-        name = state.request_id
-        prompt, generated = self.effective_tokens(state)
-        tokens = prompt + generated
+        tokens = sum(self.effective_tokens(state))
+        self._next.pop(name, None)
         if tokens < 2.0 * self._bins[name]:
             if name in self._open:
                 self._open.discard(name)
                 self._changed.append(state)
+            if not self.signal_by_phase:
+                self._next[name] = state.num_output_tokens + 2.0 * self._bins[name] - tokens
             return
         self._changed.append(state)
         self._spent.discard(name)
@@ -376,6 +382,7 @@ class UniBoost(Policy):
             self._tail.finished(state.last_token_s - state.request.arrival_s)
         self._prompts.pop(state.request_id, None)
         self._bins.pop(state.request_id, None)
+        self._next.pop(state.request_id, None)
         self._open.discard(state.request_id)
         self._spent.discard(state.request_id)
         self._kept.pop(state.request_id, None)
