@@ -27,8 +27,8 @@ from examples.pretrained.conversations import NEUTRAL, columns, conversation
 from scheduler_core.prediction.format_size import choice_tokens, regex_tokens, schema_tokens
 from scheduler_core.prediction.prompt_text import SYSTEM, USER
 
-#: Numbers of prompts with settings of reasoning, and with response formats; settings per prompt, and served models of each.
-NUM_REASONING, NUM_FORMATS, NUM_SETTINGS, NUM_MODELS = 1_500, 1_000, 3, 4
+#: Maximum numbers of settings of a prompt, and of served models of each.
+NUM_SETTINGS, NUM_MODELS = 3, 4
 #: Longer prompts are not copied.
 _MAX_CHARS, _MAX_FORMAT_CHARS = 1_200, 300
 #: Set -> factor of thinking; of other sets 1.9.
@@ -96,9 +96,7 @@ class Setting(NamedTuple):
     lengths: Callable[[Lengths], Lengths]
 
 
-def option_rows(
-    rows: pd.DataFrame, seed: int, reasoning: int = NUM_REASONING, formats: int = NUM_FORMATS
-) -> pd.DataFrame:
+def option_rows(rows: pd.DataFrame, seed: int, reasoning: int, formats: int) -> pd.DataFrame:
     """Copies of rows with bare prompts, as requests with options, see the table of the module.
 
     Args:
@@ -115,26 +113,30 @@ def option_rows(
         ("reasoning", bare, reasoning, reasoning_settings),
         ("format", bare[is_short], formats, format_settings),
     ):
-        groups = dict([*table.groupby("prompt_id", sort=True)])
+        groups = table.groupby("prompt_id").indices
+        at: list[int] = []
+        copies: dict[str, list[Any]] = {
+            key: [] for key in ("prompt_id", "messages", "output_tokens", "finished")
+        }
         for prompt_id in _chosen(table, number, rng):
             group = groups[prompt_id]
-            group = group.iloc[np.sort(rng.permutation(len(group))[:NUM_MODELS])]
-            prompt, system = group.prompt.iloc[0], ""
+            group = group[np.sort(rng.permutation(len(group))[:NUM_MODELS])]
+            first, system = table.iloc[group[0]], ""
             if rng.random() < _WITH_SYSTEM:
                 system = NEUTRAL[int(rng.integers(len(NEUTRAL)))]
-            for number_of, each in enumerate(settings(group.dataset.iloc[0], rng)):
-                messages = conversation([(SYSTEM, system), (USER, prompt)], each.options)
-                copies = group.assign(
-                    prompt_id=f"{prompt_id}-{name}-{number_of}",
-                    **{key: values * len(group) for key, values in columns([messages]).items()},
-                )
-                copies["output_tokens"] = [each.lengths(values) for values in group.output_tokens]
-                copies["finished"] = [
-                    flags if len(flags) == len(values) else np.ones(len(values), dtype=bool)
-                    for flags, values in zip(group.finished, copies.output_tokens, strict=True)
+            for number_of, each in enumerate(settings(first.dataset, rng)):
+                messages = conversation([(SYSTEM, system), (USER, first.prompt)], each.options)
+                at += group.tolist()
+                copies["prompt_id"] += [f"{prompt_id}-{name}-{number_of}"] * len(group)
+                copies["messages"] += columns([messages])["messages"] * len(group)
+                lengths = [each.lengths(table.output_tokens.iloc[row]) for row in group]
+                copies["output_tokens"] += lengths
+                copies["finished"] += [
+                    np.ones(len(values), dtype=bool) if name == "format" else table.finished.iloc[row]
+                    for row, values in zip(group, lengths, strict=True)
                 ]
-                parts.append(copies)
-    return pd.concat(parts, ignore_index=True) if parts else bare.iloc[:0]
+        parts.append(table.iloc[at].assign(**copies))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _chosen(table: pd.DataFrame, number: int, rng: np.random.Generator) -> Iterator[Any]:

@@ -42,8 +42,8 @@ COLUMNS = (
     *("dataset", "prompt_id", "prompt", "messages"),
     *("model", "temperature", "output_tokens", "finished"),
 )
-#: Name of the file of prompts of the other files with options of reasoning and formats.
-OPTIONS = "options"
+#: Name of the file of prompts of the other files with options of reasoning, and with response formats; numbers of each.
+OPTIONS, NUM_REASONING, NUM_FORMATS = "options", 1_500, 1_000
 #: Number of CASTILLO's training prompts that are copied with system prompts and options, and the weight of their rows.
 NUM_COPIES, COPY_WEIGHT = 1_500, 0.5
 #: Probability that the system prompt, the earlier turns or the options of a training conversation are left out.
@@ -189,9 +189,8 @@ def prepare(data: Path, out: Path) -> Prepared:
     castillo = pd.concat([parts["castillo_tune"], parts["castillo_train"]])
     parts["castillo_copies"] = with_options(castillo, NUM_COPIES, SPLIT_SEED)
     weights["castillo_copies"] = COPY_WEIGHT
-    parts[OPTIONS] = option_rows(
-        pd.concat([parts[name] for name in weights if name != "castillo_copies"]), SPLIT_SEED
-    )
+    bare = pd.concat([parts[name] for name in weights if name != "castillo_copies"])
+    parts[OPTIONS] = option_rows(bare, SPLIT_SEED, NUM_REASONING, NUM_FORMATS)
     weights[OPTIONS] = COPY_WEIGHT
     for name, part in (parts | apart).items():
         with atomic_file(out / f"{name}.parquet") as temporary:
