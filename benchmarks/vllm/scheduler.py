@@ -1,16 +1,17 @@
 """Cost of a step in vLLM's scheduler and in ours, without a model.
 
     PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm.scheduler [--policies vllm bounded_shortest tie ssjf fcfs+slai ...]
-                                           [--rounds 3] [--running 256] [--waiting 2000] [--steps 2000] [--request_tokens 2048]
+                            [--rounds 3] [--running 256] [--waiting 2000] [--parts 3] [--part_steps 200] [--request_tokens 2048]
 
 Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache
 manager. Ours also has a policy, a prediction for each request that arrives one step later, and online
 calibration in its own thread. Every finished request is replaced by a new one, so that the numbers of running
 and waiting requests are constant. With shortest-first policies more requests finish per step, so vLLM's own
 code has more work too. With fcfs+slai the batch former slai plans the steps. The KV cache has memory for `request_tokens` of
-each running request: formers that hold more requests in memory than run do so up to this. Per step: CPU time of `schedule`, `update_from_output` and the arrivals, in the
-calling thread, without garbage collection. Each scheduler runs in its own process, as in an engine, round by
-round.
+each running request: formers that hold more requests in memory than run do so up to this. Per step: CPU time of `schedule`,
+`update_from_output` and the arrivals, in the calling thread, without garbage collection. Each scheduler runs in its own
+process, as in an engine, round by round. All requests come at once, and a step with fewer of them is cheaper, so each part of
+the steps has its own row, with how many requests were in a step and in memory.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ POLICIES = [
     VLLM, "bounded_shortest", "tie", "ssjf", "fcfs+chunked_prefill", "fcfs+slai", "uniboost+uniboost", "semantic+stage_aware",
     "fcfs+rad", "fcfs+rad_prefill_first", "ssjf+quantile_reserve", "fcfs+orca", "fcfs+request_level", "fcfs+vllm",
 ]  # fmt: skip
-#: Warm-up steps.
-WARM_UP = 400
+#: Of a part: median and P99 of a step in ms, and means of the requests in a step, in memory, and that end in a step.
+Part = tuple[float, float, float, float, float]
 
 
 class Predictions:
@@ -99,8 +100,8 @@ class Side:
         for _ in range(options.running + options.waiting):
             self._add()
 
-    def step(self) -> float:
-        """Runs one step and returns its seconds."""
+    def step(self) -> tuple[float, int, int, int]:
+        """Runs one step; its seconds, and the requests in it, in memory, and that ended."""
         begin = time.thread_time()
         plan = self._scheduler.schedule()
         planned = time.thread_time()
@@ -111,7 +112,8 @@ class Side:
         for _ in range(ended):
             self._add()
         self.num_ended += ended
-        return time.thread_time() - generated + planned - begin
+        step_s = time.thread_time() - generated + planned - begin
+        return step_s, len(plan.num_scheduled_tokens), len(self._scheduler.running), ended
 
     def _add(self) -> None:
         length = int(np.clip(self._rng.lognormal(5.5, 1.0), 2, MAX_TOKENS))
@@ -123,12 +125,15 @@ class Side:
         self._scheduler.add_request(Request(name, [5] * PROMPT_TOKENS, sampling, None))
 
 
-def measured(policy: str | None, model: Path, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Mean and P99 of a step in ms, and the number of requests that end per step, of one scheduler."""
+def measured(policy: str | None, model: Path, options: argparse.Namespace) -> list[Part]:
+    """The parts of the steps of one scheduler."""
     side = Side(policy, model, options)
-    times_ms = 1e3 * np.array([side.step() for _ in range(options.steps + WARM_UP)])
-    steps_ms = times_ms[WARM_UP:]
-    return float(steps_ms.mean()), float(np.percentile(steps_ms, 99)), side.num_ended / len(times_ms)
+    parts = []
+    for _ in range(options.parts):
+        steps = np.array([side.step() for _ in range(options.part_steps)])
+        median, p99 = 1e3 * np.percentile(steps[:, 0], (50, 99))
+        parts.append((float(median), float(p99), *steps[:, 1:].mean(axis=0).tolist()))
+    return parts
 
 
 def main() -> None:
@@ -137,19 +142,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--parts", type=int, default=3)
+    parser.add_argument("--part_steps", type=int, default=200)
     parser.add_argument("--request_tokens", type=int, default=2048)
     options = parser.parse_args()
-    rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in options.policies}
+    rounds: dict[str, list[list[Part]]] = {name: [] for name in options.policies}
     for _ in range(options.rounds):
         for name, rows in rounds.items():
             rows.append(in_own_process(measured, name, options))
-    first, lines = options.policies[0], []
-    for name, rows in rounds.items():
-        extra = [own[0] - other[0] for own, other in zip(rows, rounds[first], strict=True)]
-        more = "-" if name == first else f"{min(extra):.2f} to {max(extra):.2f}"
-        lines.append((name, *(f"{value:.2f}" for value in np.mean(rows, axis=0)), more))
-    header = ("scheduler", "mean, ms", "P99, ms", "ended per step", f"more than {first}, ms")
+    first, lines = np.array(rounds[options.policies[0]]), []
+    for part in range(options.parts):
+        steps = f"{part * options.part_steps + 1} to {(part + 1) * options.part_steps}"
+        for name, rows in rounds.items():
+            own = np.array(rows)[:, part]
+            more = own[:, 0] - first[:, part, 0]
+            median, p99, in_step, in_memory, ended = own.mean(axis=0)
+            lines.append(
+                (name, steps, f"{in_step:.0f}", f"{in_memory:.0f}", f"{ended:.2f}", f"{median:.2f}", f"{p99:.2f}",
+                 "-" if name == options.policies[0] else f"{more.min():.2f} to {more.max():.2f}")
+            )  # fmt: skip
+    header = (
+        "scheduler", "steps", "in a step", "in memory", "ended per step", "median, ms", "P99, ms",
+        f"median above {options.policies[0]}, ms",
+    )  # fmt: skip
     print(f"{options.running} running, {options.waiting:,} waiting, {options.rounds} rounds:\n")
     print(markdown_table(header, lines))
 
