@@ -1,4 +1,4 @@
-"""`tailcast plan`: from a log to an answer, as a newcomer types it."""
+"""`tailcast plan`: from a log to a recommendation, as a newcomer types it."""
 
 import json
 import os
@@ -65,27 +65,29 @@ def needed(log: Path, bound_s: float) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize("rate", [30.0, 75.0])
-def test_the_answer_is_that_of_brute_force(
+@pytest.mark.parametrize(
+    "rate", [75.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (30.0, 160.0))]
+)
+def test_the_number_is_that_of_brute_force(
     rate: float, engine: str, tmp_path: Path, capsys: Captured
 ) -> None:
-    log = log_of(tmp_path / "log.parquet", 600, rate)
+    log = log_of(tmp_path / "log.parquet", 400, rate)
     line = f"{log} {engine} --target 'ttft_s.p90<0.3' --max_num_seqs [{SEQS}] --max_num_batched_tokens [2048]"
     line += f" --json {tmp_path}/plan.json --report {tmp_path}/plan.html --what_if failed_replicas=1"
     assert typed(line) == 0
     plan = read(tmp_path / "plan.json")
-    answer = plan["answer"]
-    assert answer["num_replicas"] == needed(log, 0.3)
-    assert answer["num_replicas_low"] <= answer["num_replicas"] <= answer["num_replicas_high"]
-    assert answer["price_per_hour"] == 2 * answer["num_replicas"]
-    assert answer["metrics"]["ttft_s"]["p90"] < 0.3
+    purchase = plan["answer"]
+    assert purchase["num_replicas"] == needed(log, 0.3)
+    assert purchase["num_replicas_low"] <= purchase["num_replicas"] <= purchase["num_replicas_high"]
+    assert purchase["price_per_hour"] == 2 * purchase["num_replicas"]
+    assert purchase["metrics"]["ttft_s"]["p90"] < 0.3
     [scenario] = plan["what_if"]
     assert not scenario["meets"]
-    assert scenario["num_replicas"] == answer["num_replicas"] + 1
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == plan["text"]
-    assert shown[0].startswith(f"Buy {answer['num_replicas']} replica")
-    assert shown[1].startswith("failed_replicas=1: the replicas miss the targets")
+    assert scenario["num_replicas"] == purchase["num_replicas"] + 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == plan["text"]
+    assert lines[0].startswith(f"Buy {purchase['num_replicas']} replica")
+    assert lines[1].startswith("failed_replicas=1: the recommended replicas miss the targets")
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 3
     assert "<script" not in page
@@ -108,7 +110,7 @@ def test_a_log_of_30_seconds_is_refused_with_the_length_that_is_enough(
     ("options", "message"),
     [
         ("--target 'ttft_s.p90<0.005'", "target: got 'ttft_s.p90<0.005'; allowed: more; the closest: ttft_s.p90 is 0.0"),
-        ("--target 'ttft_s.p90<0.3,cost_per_million_tokens<0.01'", "the cheapest choice that meets the others, 1 replicas of small, costs"),
+        ("--target 'ttft_s.p90<0.3,cost_per_million_tokens<0.01'", "the cheapest choice that meets the others, 1 replica of small, costs"),
         ("--target 'ttft_s.p90<0.3' --max_num_seqs [1] --max_replicas 3", "max_replicas: got 3; allowed: more; a replica bears less than 0.083 of the load: ttft_s.p90 is "),
         ("--target 'ttft_s.p90<0.3' --orders [tie]", "because the log has no prompts"),
         ("--target 'ttft_s.p90<0.3' --num_kv_blocks 20", "requests are longer than its KV cache of 320 tokens"),
@@ -122,11 +124,11 @@ def test_what_cannot_be_met_is_refused_with_the_closest(
     assert message in capsys.readouterr().err
 
 
-def test_from_an_openai_log_to_an_answer(engine: str, tmp_path: Path, capsys: Captured) -> None:
+def test_from_an_openai_log_to_a_recommendation(engine: str, tmp_path: Path, capsys: Captured) -> None:
     """With prompts: the default order is compared with that of arrival."""
     rng = np.random.default_rng(1)
     lines, now = [], 1_790_000_000.0
-    for number in range(301):
+    for number in range(201):
         now += float(rng.exponential(0.1))
         usage = {"prompt_tokens": int(rng.integers(20, 300)), "completion_tokens": int(rng.integers(5, 60))}
         request = {
@@ -141,7 +143,7 @@ def test_from_an_openai_log_to_an_answer(engine: str, tmp_path: Path, capsys: Ca
     line = f"{tmp_path}/log.jsonl {engine} --target 'ttft_s.p90<0.3,e2e_s.mean<5' --json {tmp_path}/plan.json"
     assert typed(line) == 0
     plan = read(tmp_path / "plan.json")
-    assert plan["log"]["num_requests"] == 300
+    assert plan["log"]["num_requests"] == 200
     assert plan["log"]["source"] == "log.jsonl"
     assert {one["order"] for one in plan["orders"]} == {"fcfs", "bounded_shortest"}
     assert plan["answer"]["num_replicas"] == 1
@@ -179,25 +181,25 @@ def sessions(path: Path, num: int, turns: int) -> Path:
     return path
 
 
-def test_from_agent_sessions_to_an_answer(engine: str, tmp_path: Path, capsys: Captured) -> None:
-    log = sessions(tmp_path / "agent_sessions.parquet", 40, 10)
+def test_from_agent_sessions_to_a_recommendation(engine: str, tmp_path: Path, capsys: Captured) -> None:
+    log = sessions(tmp_path / "agent_sessions.parquet", 24, 8)
     line = f"{log} {engine} --target 'ttft_s.p90<0.5' --json {tmp_path}/plan.json"
     assert typed(line) == 2
     assert (
-        "sessions with times of arrival (40 of 40 start at the same time); or a rate"
+        "sessions with times of arrival (24 of 24 start at the same time); or a rate"
         in capsys.readouterr().err
     )
     assert typed(f"{line} --rate 10") == 0
     plan = read(tmp_path / "plan.json")
-    assert plan["log"]["num_requests"] == 400
-    assert plan["log"]["num_units"] < 100
+    assert plan["log"]["num_requests"] == 192
+    assert plan["log"]["num_units"] < 60
     assert plan["log"]["rate_rps"] == pytest.approx(10, rel=0.1)
     hits = plan["answer"]["metrics"]["prefix_hit_fraction"]
     assert hits > 0.5
 
 
 @pytest.mark.slow
-def test_from_the_public_agent_sessions_to_an_answer(tmp_path: Path) -> None:
+def test_from_the_public_agent_sessions_to_a_recommendation(tmp_path: Path) -> None:
     data = os.environ.get("DATA")
     if not data:
         pytest.skip("needs DATA, the folder of the public data sets")

@@ -41,7 +41,7 @@ def log_of(num: int = 200, sessions: int = 30, seed: int = 0) -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown", "num"),
+    ("text", "canonical", "num"),
     [
         ("ttft_s.p99<2", "ttft_s.p99<2", 1000),
         (" itl_s.p90 <= 0.05", "tbt_s.p90<0.05", 100),
@@ -50,9 +50,9 @@ def log_of(num: int = 200, sessions: int = 30, seed: int = 0) -> Trace:
         ("cost_per_million_tokens<1.5", "cost_per_million_tokens<1.5", 100),
     ],
 )
-def test_targets_in_words(text: str, shown: str, num: int) -> None:
+def test_targets_in_words(text: str, canonical: str, num: int) -> None:
     target = Target.of(text)
-    assert str(target) == shown
+    assert str(target) == canonical
     assert target.min_requests == num
     assert target.slack(target.bound) == pytest.approx(1)
 
@@ -93,19 +93,19 @@ def test_a_run_is_only_stopped_if_its_target_is_missed_in_the_end(values: list[f
 
 @given(st.integers(1, 60), st.integers(1, 80), st.sampled_from([1.25, 2.0]))
 @examples(100)
-def test_the_smallest_level_is_found_from_any_guess(answer: int, first: int, step: float) -> None:
+def test_the_smallest_level_is_found_from_any_guess(smallest: int, first: int, step: float) -> None:
     levels: list[int] = []
 
     def probe(level: int) -> Search[Probe]:
         levels.append(level)
         yield []
-        return {"level": level, "meets": level >= answer}
+        return {"level": level, "meets": level >= smallest}
 
     best, probes = drive(smallest_level(probe, 64, first, step), lambda _: [])
     assert best is not None
-    assert best["level"] == answer
+    assert best["level"] == smallest
     assert len(set(levels)) == len(levels) == len(probes) <= 14
-    assert drive(smallest_level(probe, answer - 1, first, step), lambda _: [])[0] is None or answer == 1
+    assert drive(smallest_level(probe, smallest - 1, first, step), lambda _: [])[0] is None or smallest == 1
 
 
 def test_a_log_is_unchanged_by_the_default_and_scaled_by_a_load() -> None:

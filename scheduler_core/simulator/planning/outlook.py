@@ -1,4 +1,4 @@
-"""Outlook of a plan: other loads, sizes, orders and scenarios with the replicas of the answer."""
+"""Outlook of a plan: other loads, sizes, orders and scenarios with the recommended replicas."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,6 @@ from scheduler_core.simulator.planning.planner import Candidate, PlanLevels, Pla
 from scheduler_core.simulator.planning.search import Search, highest_level, probe_level
 from scheduler_core.simulator.planning.traffic import Traffic
 
-#: Loads of the curves of latency.
-LOADS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3)
 #: Largest load at which the targets are tried, and the precision of the one at which they break.
 MAX_LOAD, _PRECISION = 4.0, 0.03
 
@@ -38,18 +36,17 @@ def margin(planner: Planner, one: Candidate) -> float:
     return planner.run([search()])[0]
 
 
-def curves(planner: Planner, candidates: Sequence[Candidate]) -> None:
-    """Sets the results at several loads of each candidate with its replicas."""
+def curves(planner: Planner, candidates: Sequence[Candidate], load_margin: float) -> None:
+    """Sets the results at loads up to somewhat above the margin of each candidate with its replicas."""
+    loads = sorted({0.5, 0.75, 1.0, load_margin**0.5, load_margin, 1.12 * load_margin})
     cells = [
         planner.cell(one.choice, one.num_replicas, Traffic(load=load), stop=False)
         for one in candidates
-        for load in LOADS
+        for load in loads
     ]
     results = iter(planner.run([only([cell]) for cell in cells]))
     for one in candidates:
-        for load in LOADS:
-            [result] = next(results)
-            one.curve[load] = result
+        one.curve = {load: next(results)[0] for load in loads}
 
 
 def sizes(planner: Planner, candidates: Sequence[Candidate]) -> list[list[dict[str, Any]]]:
@@ -84,7 +81,7 @@ def order_gain(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
 
 
 def what_if(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
-    """For each scenario the metrics with the replicas of the answer, and the number of replicas that it needs."""
+    """For each scenario the metrics with the recommended replicas, and the number of replicas that it needs."""
 
     def search(text: str, scenario: Mapping[str, float]) -> Search[dict[str, Any]]:
         traffic = Traffic(load=scenario.get("traffic", 1.0), outputs=scenario.get("outputs", 1.0))

@@ -1,4 +1,4 @@
-"""HTML page of a plan: the answer, latency over load, cost over latency, and the load over time."""
+"""HTML page of a plan: the recommendation, latency over load, cost over latency, and the load over time."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,33 +8,35 @@ import numpy as np
 
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import GRAY, color, mark_decades, new_figure, svg
-from scheduler_core.simulator.planning.plan import duration, lines_of, metric_name, metric_text
+from scheduler_core.simulator.planning.plan import duration, lines_of, metric_name, metric_text, settings_text
 from scheduler_core.simulator.planning.targets import COST, Target
 
 
 def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path: str | Path) -> None:
     """Writes the page of the result of a plan."""
-    answer, log = content["answer"], content["log"]
+    purchase, log = content["answer"], content["log"]
     targets = [target for target in targets if target.metric != COST]
     lead = f"{log['num_requests']:,} requests in {duration(log['duration_s'])}, {log['rate_rps']:.3g} per second: {log['source']}"
-    page = Page(f"Plan: {answer['num_replicas']} x {answer['hardware']}", lead)
+    page = Page(f"Plan: {purchase['num_replicas']} x {purchase['hardware']}", lead)
     page.paragraph(content["text"])
     for warning in content["warnings"].values():
         page.note(f"Note: {warning}.")
     page.heading("Latency over load")
     caption = (
         "Each choice with the replicas that it needs. Dashed: target. A load of 1 is that of the log; gray: "
-        f"the answer's targets hold up to a load of {answer['margin']:.2f}."
+        f"the targets of the recommendation hold up to a load of {purchase['margin']:.2f}."
     )
     page.figure(_curves(content, targets), caption)
     page.heading("Cost and latency")
-    binding = max(targets, key=lambda target: target.slack(_value(answer["metrics"], target.metric)))
-    page.figure(_pareto(content, binding), "Lower left is better. Numbers: replicas. Filled: the answer.")
+    binding = max(targets, key=lambda target: target.slack(_value(purchase["metrics"], target.metric)))
+    page.figure(
+        _pareto(content, binding), "Lower left is better. Numbers: replicas. Filled: the recommendation."
+    )
     page.heading("Load over time")
     profile = content["profile"]
     caption = (
         "Requests per second of the log, and about how many replicas they need, in proportion to the rate. "
-        f"All the time: {answer['num_replicas']}; with perfect auto-scaling on average {np.mean(profile['num_replicas']):.3g}."
+        f"All the time: {purchase['num_replicas']}; with perfect auto-scaling on average {np.mean(profile['num_replicas']):.3g}."
     )
     page.figure(_profile(profile), caption)
     page.heading("Choices")
@@ -43,9 +45,7 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
     for one in content["candidates"]:
         metrics = next(point for point in one["curve"] if point["load"] == 1.0)
         values = [metric_text(name, _value(metrics, name)) for name in names]
-        settings = ", ".join(
-            f"{name} {value}" for name, value in one["settings"].items() if name != "tensor_parallel"
-        )
+        settings = settings_text(one["settings"], one["num_replicas"])
         rows.append([one["hardware"], one["num_replicas"], f"{one['price_per_hour']:.2f}", *values, settings])
     page.table(
         ["hardware", "replicas", "per hour", *map(metric_name, names), "settings"], rows, {0, len(names) + 3}
@@ -61,8 +61,9 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
             needed = one["num_replicas"] or "more than allowed"
             price = None if one["price_per_hour"] is None else f"{one['price_per_hour']:.2f}"
             rows.append([one["scenario"], "yes" if one["meets"] else "no", *values, needed, price])
-        names_of = [f"{metric_name(name)} with the answer's replicas" for name in names]
-        page.table(["scenario", "holds", *names_of, "replicas needed", "per hour"], rows, {0})
+        header = ["scenario", "holds", *map(metric_name, names), "replicas needed", "per hour"]
+        page.table(header, rows, {0})
+        page.note("Latencies are those of the recommended replicas.")
     if len(content["orders"]) > 1:
         page.heading("Orders of the queue")
         rows = [

@@ -1,4 +1,4 @@
-"""The answer of a plan as JSON content and as a paragraph, and how far it can be trusted."""
+"""The recommendation of a plan as JSON content and as a paragraph, and how far it can be trusted."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from scheduler_core.report.page import format_cell
 from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.outlook import (
-    LOADS,
     MAX_LOAD,
     curves,
     margin,
@@ -50,9 +49,9 @@ def make_plan(
     """
     planner = Planner(config, log, path, simulations)
     stage("bounds")
-    found = candidates(planner)
+    promising = candidates(planner)
     stage("choices")
-    left = screen(planner, found)
+    left = screen(planner, promising)
     stage("settings")
     tune(planner, left)
     stage("replicas")
@@ -70,14 +69,14 @@ def make_plan(
     low, high, estimates = planner.replicas_interval(best)
     stage("load")
     load_margin = margin(planner, best)
-    curves(planner, finished)
+    curves(planner, finished, load_margin)
     larger = sizes(planner, finished)
     orders = order_gain(planner, best)
     stage("what if")
     scenarios = what_if(planner, best)
     metrics = best.curve[1.0]["metrics"]
     load = 1.0 / (best.num_replicas * best.saturation)
-    answer = {
+    purchase = {
         **_described(planner, best),
         "num_replicas_low": low,
         "num_replicas_high": high,
@@ -105,11 +104,11 @@ def make_plan(
             "num_repeats": planner.num_repeats,
             "turnovers": turnovers,
         },
-        "answer": answer,
-        "unreliable": _unreliable(planner, answer, turnovers, span_s, best.curve[1.0]["warnings"]),
+        "answer": purchase,
+        "unreliable": _unreliable(planner, purchase, turnovers, span_s, best.curve[1.0]["warnings"]),
         "warnings": _warnings(planner, metrics),
         "candidates": [
-            _described(planner, one) | {"curve": _curve(planner, one), "sizes": points}
+            _described(planner, one) | {"curve": _curve(one), "sizes": points}
             for one, points in zip(finished, larger, strict=True)
         ],
         "orders": orders,
@@ -132,7 +131,11 @@ def _described(planner: Planner, one: Candidate) -> dict[str, Any]:
 
 
 def _bought(one: Candidate) -> str:
-    return f"{one.num_replicas} replicas of {one.choice.hardware}"
+    return f"{_replicas(one.num_replicas)} of {one.choice.hardware}"
+
+
+def _replicas(num: int) -> str:
+    return f"{num} replica{'s' * (num > 1)}"
 
 
 def _cost(planner: Planner, one: Candidate) -> float:
@@ -142,13 +145,13 @@ def _cost(planner: Planner, one: Candidate) -> float:
     return planner.config.price(one.choice, one.num_replicas) / per_hour * 1e6
 
 
-def _curve(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
-    return [{"load": load, **headline(one.curve[load]["metrics"])} for load in LOADS]
+def _curve(one: Candidate) -> list[dict[str, Any]]:
+    return [{"load": load, **headline(one.curve[load]["metrics"])} for load in one.curve]
 
 
 def _profile(planner: Planner, best: Candidate, margin: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Arrivals per second over time, and about how many replicas they need: in proportion to the rate, of which the replicas
-    of the answer bear `margin` times the highest."""
+    of the recommendation bear `margin` times the highest."""
     log = planner.log
     span_s = log.requests[-1].arrival_s - log.requests[0].arrival_s
     longest = max(_BIN_LATENCIES * float(metrics["ttlt_s"]["mean"]), span_s / len(log) * _BIN_REQUESTS)
@@ -162,9 +165,13 @@ def _profile(planner: Planner, best: Candidate, margin: float, metrics: Mapping[
 
 
 def _unreliable(
-    planner: Planner, answer: Mapping[str, Any], turnovers: float, span_s: float, warnings: Mapping[str, str]
+    planner: Planner,
+    purchase: Mapping[str, Any],
+    turnovers: float,
+    span_s: float,
+    warnings: Mapping[str, str],
 ) -> list[str]:
-    """Why the answer cannot be relied on, with what is necessary; `warnings` are those of its simulation."""
+    """Why the recommendation cannot be relied on, with what is necessary; `warnings` are those of its simulation."""
     log, reasons = planner.log, []
     for target in planner.targets:
         if len(log) < target.min_requests:
@@ -179,16 +186,16 @@ def _unreliable(
             f"the log lasts {duration(span_s)}, which is {turnovers:.2g} mean latencies; a steady state needs {MIN_TURNOVERS:g}, "
             f"a log of {duration(needed_s)}"
         )
-    num, low, high = (answer[name] for name in ("num_replicas", "num_replicas_low", "num_replicas_high"))
+    num, low, high = (purchase[name] for name in ("num_replicas", "num_replicas_low", "num_replicas_high"))
     if high is None or (high - low > 1 and high / low > _MAX_SPREAD):
-        spread = (1.5 * num + 1 if high is None else high) / max(low, 1)
-        factor = max(2.0, (math.log(spread) / math.log(_MAX_SPREAD)) ** 2)
+        ratio = (1.5 * num + 1 if high is None else high) / max(low, 1)
+        factor = max(2.0, (math.log(ratio) / math.log(_MAX_SPREAD)) ** 2)
         reasons.append(
             f"the log allows {low} to {high or f'more than {math.ceil(1.5 * num) + 1}'} replicas; one of about "
             f"{duration(span_s * factor)} would decide"
         )
     reasons += [text for kind, text in warnings.items() if kind in ("region", "kv_cache")]
-    if answer["error_band"] and answer["error_band"]["region"] == "overload":
+    if purchase["error_band"] and purchase["error_band"]["region"] == "overload":
         reasons.append(
             "the replicas are overloaded, where no engine was measured; targets of TTFT or of end-to-end latency avoid this"
         )
@@ -196,7 +203,7 @@ def _unreliable(
 
 
 def _warnings(planner: Planner, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """What may mislead in the answer, by kind."""
+    """What may mislead in the recommendation, by kind."""
     warnings: dict[str, str | None] = {"drift": drift(planner.log), "trace": planner.log.problem}
     num = len(planner.log)
     if num > planner.config.max_requests:
@@ -243,13 +250,13 @@ def metric_text(metric: str, value: float) -> str:
 
 
 def plan_text(content: Mapping[str, Any]) -> str:
-    """The answer as a paragraph: what to buy and to set, what the order gains, what it costs, how far the cliff is, and how
+    """The recommendation as a paragraph: what to buy and to set, what the order gains, what it costs, how far the cliff is, and how
     accurate this is."""
-    answer, settings = content["answer"], content["answer"]["settings"]
+    purchase, settings = content["answer"], content["answer"]["settings"]
     targets = [Target.of(text) for text in _texts(content["config"]["target"])]
-    num = answer["num_replicas"]
+    num = purchase["num_replicas"]
     reached = "; ".join(
-        f"{metric_name(target.metric)} is {metric_text(target.metric, _of(answer['metrics'], target.metric))}, target "
+        f"{metric_name(target.metric)} is {metric_text(target.metric, _of(purchase['metrics'], target.metric))}, target "
         f"{metric_text(target.metric, target.bound)}"
         for target in targets
         if target.metric != "cost_per_million_tokens"
@@ -257,32 +264,37 @@ def plan_text(content: Mapping[str, Any]) -> str:
     parts = []
     if content["unreliable"]:
         parts.append(f"Not reliable: {'; '.join(content['unreliable'])}. What the log says:")
-    low, high = answer["num_replicas_low"], answer["num_replicas_high"]
+    low, high = purchase["num_replicas_low"], purchase["num_replicas_high"]
     span = "" if low == high == num else f" ({low} to {high or 'more'} within the uncertainty of the log)"
     parts.append(
-        f"Buy {num} replica{'s' * (num > 1)} of {answer['hardware']}{span}: {answer['num_gpus']} GPUs, "
-        f"{answer['price_per_hour']:.2f} per hour, {answer['cost_per_million_tokens']:.2f} per million output tokens. {_first_upper(reached)}."
+        f"Buy {_replicas(num)} of {purchase['hardware']}{span}: {purchase['num_gpus']} GPU{'s' * (purchase['num_gpus'] > 1)}, "
+        f"{purchase['price_per_hour']:.2f} per hour, {purchase['cost_per_million_tokens']:.2f} per million output tokens. {_first_upper(reached)}."
     )
+    parts.append(f"Set {settings_text(settings, num)}.")
+    parts += _order_sentences(content, targets[0])
+    if purchase["margin"] >= MAX_LOAD:
+        parts.append(f"The targets hold at {MAX_LOAD:g} times the load.")
+    elif purchase["margin"] > 1:
+        parts.append(f"The targets hold up to {purchase['margin']:.2f} times the load of the log.")
+    else:
+        parts.append("There is no margin: a few percent more load break the targets.")
+    parts.append(_band_sentence(purchase))
+    return " ".join(parts)
+
+
+def settings_text(settings: Mapping[str, Any], num_replicas: int) -> str:
+    """What to set, in words."""
     words = [
         f"max_num_seqs {settings['max_num_seqs']}",
         f"max_num_batched_tokens {settings['max_num_batched_tokens']}",
+        f"prefix caching {'on' if settings['prefix_caching'] else 'off'}",
+        f"order {settings['order']}",
     ]
-    words.append(f"prefix caching {'on' if settings['prefix_caching'] else 'off'}")
-    words.append(f"order {settings['order']}")
-    if num > 1:
-        words.append(f"router {settings['router']}")
     if settings.get("prefill_fraction"):
         words.append(f"{settings['prefill_fraction']:.0%} of the replicas for prompts only")
-    parts.append(f"Set {', '.join(words)}.")
-    parts += _order_sentences(content, targets[0])
-    if answer["margin"] >= MAX_LOAD:
-        parts.append(f"The targets hold at {MAX_LOAD:g} times the load.")
-    elif answer["margin"] > 1:
-        parts.append(f"The targets hold up to {answer['margin']:.2f} times the load of the log.")
-    else:
-        parts.append("There is no margin: a few percent more load break the targets.")
-    parts.append(_band_sentence(answer))
-    return " ".join(parts)
+    elif num_replicas > 1:
+        words.append(f"router {settings['router']}")
+    return ", ".join(words)
 
 
 def _texts(target: Any) -> list[str]:
@@ -314,21 +326,21 @@ def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
     )
     needed = base["num_replicas"]
     if needed != chosen["num_replicas"]:
-        text += f", and {needed or 'more than max_replicas'} replicas are necessary"
+        text += f", and {_replicas(needed) if needed else 'more than max_replicas'} would be necessary"
     return [text + "."]
 
 
-def _band_sentence(answer: Mapping[str, Any]) -> str:
-    band = answer["error_band"]
+def _band_sentence(purchase: Mapping[str, Any]) -> str:
+    band = purchase["error_band"]
     if band is None:
         return "The error of the simulator is that of the calibration."
     region = str(band["region"]).replace("_", " ")
     text = (
-        f"The replicas run at {answer['load']:.0%} of their saturation ({region}), where the simulator's mean error is "
+        f"The replicas run at {purchase['load']:.0%} of their saturation ({region}), where the simulator's mean error is "
         f"{band['ttft_p99']:.0%} for P99 of TTFT, {band['e2e_p99']:.0%} for P99 and {band['e2e_mean']:.0%} for the mean of "
         f"end-to-end latency, {band['itl_mean']:.0%} for ITL and {band['max_rate']:.0%} for the highest rate"
     )
-    if answer["margin"] < 1 + band["max_rate"]:
+    if purchase["margin"] < 1 + band["max_rate"]:
         text += ", which is more than the margin: one more replica is the safe choice"
     return text + "."
 
@@ -337,11 +349,14 @@ def lines_of(content: Mapping[str, Any]) -> list[str]:
     """The paragraph, and a line for each scenario."""
     lines = [content["text"]]
     for one in content["what_if"]:
-        held = "the replicas meet the targets" if one["meets"] else "the replicas miss the targets"
-        needed = (
-            "more than max_replicas are necessary"
-            if one["num_replicas"] is None
-            else f"{one['num_replicas']} replicas are necessary ({one['price_per_hour']:.2f} per hour)"
+        text = (
+            "the recommended replicas meet the targets"
+            if one["meets"]
+            else "the recommended replicas miss the targets"
         )
-        lines.append(f"{one['scenario']}: {held}; {needed}")
+        if one["num_replicas"] is None:
+            text += ", and so do max_replicas"
+        else:
+            text += f"; {_replicas(one['num_replicas'])} would do ({one['price_per_hour']:.2f} per hour)"
+        lines.append(f"{one['scenario']}: {text}")
     return lines

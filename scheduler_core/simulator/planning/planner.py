@@ -246,7 +246,7 @@ class Planner:
 
     def replicas_interval(self, one: Candidate) -> tuple[int, int | None, dict[str, Any]]:
         """Smallest and largest number of replicas that the log's uncertainty allows (None: more than can be told), and the
-        estimates at the answer over resampled logs."""
+        estimates at `num_replicas` over resampled logs."""
         levels = self.levels(one.choice, Traffic(), self.config.max_seeds)
         num, limit = one.num_replicas, math.ceil(1.5 * one.num_replicas) + 1
 

@@ -44,7 +44,7 @@ def candidates(planner: Planner) -> list[Candidate]:
     """Hardware on which the model fits and is fast enough when idle, by the price at saturation; `InputError` if there is
     none."""
     log, uncached = planner.log, _without_hits(planner.log)
-    found: list[Candidate] = []
+    fitting: list[Candidate] = []
     distances: list[tuple[float, str]] = []
     for hardware in planner.config.hardware():
         choice = replace(hardware, order=planner.orders()[0], router=planner.routers()[0])
@@ -65,14 +65,14 @@ def candidates(planner: Planner) -> list[Candidate]:
             distances.append((slack, f"{problem} on {choice.hardware}"))
             continue
         saturation = saturation_rate_rps(uncached, limits, step_time) / planner.rate_rps
-        found.append(Candidate(choice=choice, saturation=saturation))
-    if not found and distances:
+        fitting.append(Candidate(choice=choice, saturation=saturation))
+    if not fitting and distances:
         raise InputError("target", str(planner.config.target), f"more; the closest: {min(distances)[1]}")
-    if not found:
+    if not fitting:
         reasons = "; ".join(f"{one['choice']}: {one['reason']}" for one in planner.excluded)
         allowed = f"devices on which the model fits ({reasons})"
         raise InputError("gpus", list(planner.config.prices), allowed)
-    return sorted(found, key=lambda one: _lowest_price(planner, one))
+    return sorted(fitting, key=lambda one: _lowest_price(planner, one))
 
 
 def _lowest_price(planner: Planner, one: Candidate) -> float:
@@ -153,18 +153,18 @@ def _search_share(planner: Planner, one: Candidate) -> Search[Candidate]:
     return one
 
 
-def screen(planner: Planner, found: Sequence[Candidate]) -> list[Candidate]:
+def screen(planner: Planner, fitting: Sequence[Candidate]) -> list[Candidate]:
     """The choices that may be the cheapest. Those that cost more when saturated than another one does with the targets met are
     not simulated. `InputError` if no load meets the targets."""
     best = math.inf
     screened: list[Candidate] = []
-    for start in range(0, len(found), _WAVE):
-        wave = found[start : start + _WAVE]
+    for start in range(0, len(fitting), _WAVE):
+        wave = fitting[start : start + _WAVE]
         promising = [one for one in wave if _lowest_price(planner, one) <= best]
         for one in wave:
             if one not in promising:
-                price = planner.config.price(one.choice) / one.saturation
-                planner.exclude(one.choice, f"costs {price:.2f} per hour even when saturated")
+                price = _lowest_price(planner, one)
+                planner.exclude(one.choice, f"costs at least {price:.2f} per hour, even when saturated")
         screened += planner.run([_search_share(planner, one) for one in promising])
         best = min([_price(planner, one, 1 + _PRECISION) for one in screened if one.share], default=math.inf)
     left = [one for one in screened if one.share]
@@ -187,11 +187,11 @@ def _price(planner: Planner, one: Candidate, factor: float) -> float:
     return planner.config.price(one.choice, math.ceil(factor / one.share - 0.01) or 1)
 
 
-def _infeasible(planner: Planner, found: Sequence[Candidate]) -> InputError:
+def _infeasible(planner: Planner, fitting: Sequence[Candidate]) -> InputError:
     """The refusal of targets that no load meets, with the closest choice."""
-    cells = [_cell(planner, one.choice, min(one.saturation * _IDLE, 1.0), stop=False) for one in found]
+    cells = [_cell(planner, one.choice, min(one.saturation * _IDLE, 1.0), stop=False) for one in fitting]
     distances = []
-    for one, [result] in zip(found, planner.run([only([cell]) for cell in cells]), strict=True):
+    for one, [result] in zip(fitting, planner.run([only([cell]) for cell in cells]), strict=True):
         slack, target = max(
             [(target.slack(value_of(result, target)), target) for target in planner.targets],
             key=lambda pair: pair[0],
@@ -205,7 +205,7 @@ def _infeasible(planner: Planner, found: Sequence[Candidate]) -> InputError:
     return InputError("target", str(planner.config.target), f"more; the closest: {closest}")
 
 
-def tune(planner: Planner, found: Sequence[Candidate]) -> None:
+def tune(planner: Planner, fitting: Sequence[Candidate]) -> None:
     """Changes each setting to the value with which a replica is closest to the targets at a load somewhat above its highest
     one, if that increases the highest load."""
     settings: dict[str, Sequence[Any]] = {
@@ -220,11 +220,11 @@ def tune(planner: Planner, found: Sequence[Candidate]) -> None:
         [result] = yield [_cell(planner, choice, one.share * (1 + _PRECISION / 2), stop=False)]
         return max(target.slack(value_of(result, target)) for target in planner.targets)
 
-    pairs = [(one, choice) for one in found for choice in (one.choice, *variants(one.choice, settings))]
+    pairs = [(one, choice) for one in fitting for choice in (one.choice, *variants(one.choice, settings))]
     pairs = [(one, choice) for one, choice in pairs if _fits(planner, choice)]
     distances = planner.run([distance(one, choice) for one, choice in pairs])
     tuned: list[tuple[Candidate, Candidate]] = []
-    for one in found:
+    for one in fitting:
         own = {choice: value for (other, choice), value in zip(pairs, distances, strict=True) if other is one}
         best = one.choice
         for name in settings:
@@ -254,9 +254,9 @@ def _without_hits(log: Trace) -> Trace:
     for row in log.requests:
         cached = 0
         for key, num_tokens in row.content:
-            known = lengths.get(key, 0)
-            cached += min(known, num_tokens)
-            if known < num_tokens:
+            num_shared = lengths.get(key, 0)
+            cached += min(num_shared, num_tokens)
+            if num_shared < num_tokens:
                 break
         for key, num_tokens in row.content:
             lengths[key] = max(lengths.get(key, 0), num_tokens)
