@@ -1,5 +1,6 @@
 """`simulate calibrate`: constants of a simulated engine, found again from every kind of measurement."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from benchmarks.vllm import predicted
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.engine.plan import StepResult
 from scheduler_core.errors import InputError, TailcastError
@@ -159,26 +161,15 @@ def engine_log(steps: Sequence[Mapping[str, float]], host_s: float = 0.0) -> str
 HISTOGRAMS = ("inter_token_latency_seconds", "time_to_first_token_seconds", "request_prefill_time_seconds")
 
 
-#: Buckets of tokens per step, vLLM's up to its max_num_batched_tokens.
-BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, float("inf"))
-
-
-def bucket(bound: float) -> str:
-    return f"vllm:iteration_tokens_total_bucket le={'+Inf' if bound > 1e9 else f'{bound:.1f}'}"
-
-
 def counters(run: Run, at_s: float) -> dict[str, float]:
     """vLLM's metrics at some time of a run."""
     values = dict.fromkeys((f"vllm:{name}_{part}" for name in HISTOGRAMS for part in ("sum", "count")), 0.0)
     values |= {"vllm:iteration_tokens_total_count": 0.0, "vllm:prompt_tokens_total": 0.0}
-    values |= dict.fromkeys(map(bucket, BUCKETS), 0.0)
     size, context = LIMITS.num_kv_blocks * LIMITS.kv_block_tokens, 0.0
     done = [row for row in run.steps if row["end_s"] <= at_s]
     if done:
-        tokens = np.array([row["num_tokens"] for row in done])
         values["vllm:iteration_tokens_total_count"] = float(len(done))
         values["vllm:prompt_tokens_total"] = float(sum(row["num_prefill_tokens"] for row in done))
-        values |= {bucket(bound): float((tokens <= bound).sum()) for bound in BUCKETS}
         context = done[-1]["num_context_tokens"]
     begins = {row["end_s"]: row["start_s"] for row in done}
     for probe in run.probes:
@@ -196,10 +187,7 @@ def counters(run: Run, at_s: float) -> dict[str, float]:
 def scrape_text(values: Mapping[str, float]) -> str:
     labels = 'engine="0",model_name="m"'
     lines = ["# HELP python_info Python", 'python_info{version="3"} 1.0']
-    for name, value in values.items():
-        metric, _, bound = name.partition(" le=")
-        more = f',le="{bound}"' if bound else ""
-        lines.append(f"{metric}{{{labels}{more}}} {value!r}")
+    lines += [f"{name}{{{labels}}} {value!r}" for name, value in values.items()]
     size = f'block_size="{LIMITS.kv_block_tokens}",num_gpu_blocks="{LIMITS.num_kv_blocks}"'
     lines.append(f'vllm:cache_config_info{{{size},engine="0"}} 1.0')
     lines.append('vllm:admission_rejections_total{model_name="m",reason="max_num_queued_reqs"} 0.0')
@@ -288,6 +276,8 @@ def test_a_log_of_steps(tmp_path: Path) -> None:
     run = run_at(8.0)
     log, table, rows = tmp_path / "vllm.log", tmp_path / "steps.jsonl", tmp_path / "engine.steps"
     log.write_text(engine_log(run.steps))
+    [source] = read_sources([str(log)], LIMITS)
+    assert source.kv_tokens == 65_536
     close(fitted(log).parameters, 0.1)
     log.write_text(engine_log(run.steps, host_s=0.004))
     close(fitted(log).parameters, 0.1)
@@ -339,14 +329,15 @@ def test_scrapes_of_metrics(tmp_path: Path) -> None:
     one_file.write_text("".join(texts))
     for path, text in zip(several, texts, strict=True):
         path.write_text(text)
+    [source] = read_sources([str(one_file)], LIMITS)
+    assert source.kv_tokens == 65_536
     fit = fitted(one_file)
     assert fitted(several).parameters == fit.parameters
     close(fit.parameters, 0.2, ("base_s", "per_prefill_token_s"))
     assert np.median(typical_errors(fit.step_time, run_at(10.0, seed=3))) < 0.06
     series = []
     for name in scrapes[0]:
-        metric, _, bound = name.partition(" le=")
-        labels = {"__name__": metric, "engine": "0", "model_name": "m"} | ({"le": bound} if bound else {})
+        labels = {"__name__": name, "engine": "0", "model_name": "m"}
         values = [[at_s, str(one[name])] for at_s, one in zip(times, scrapes, strict=True)]
         series.append({"metric": labels, "values": values})
     labels = {"block_size": "16", "num_gpu_blocks": "4096", "engine": "0"}
@@ -475,6 +466,27 @@ def test_prompts_in_several_steps_are_left_out() -> None:
     assert "longer than max_num_batched_tokens" in reason
     assert number > 10
     assert len(steps) < len(steps_of(probes))
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_real_vllm(tmp_path: Path) -> None:
+    """On files of a simulated engine, the predictions of its second load are right from every kind of measurement."""
+    limits = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024, num_kv_blocks=4096)
+    files: dict[str, list[Path]] = {"first": [], "second": []}
+    for name, rate in (("first", 3.0), ("second", 5.0)):
+        run = run_at(rate, num=150, seed=int(rate))
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(bench_json(run.probes)))
+        path.with_suffix(".log").write_text(engine_log(run.steps))
+        texts = [scrape_text(counters(run, at_s)) for at_s in np.arange(0.0, run.steps[-1]["end_s"], 2.0)]
+        path.with_suffix(".metrics").write_text("".join(texts))
+        files[name].append(path)
+    assert limits.max_num_batched_tokens == predicted.STEP_TOKENS
+    results = predicted.predict(argparse.Namespace(out=tmp_path, max_num_seqs=16, loads=[0.35, 0.55]), files)
+    for name, fit in results["fits"].items():
+        for metric, measured_s in fit["measured"].items():
+            assert fit["simulated"][metric] == pytest.approx(measured_s, rel=0.1), (name, metric)
+    assert len(predicted.table(results).splitlines()) == 6
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def calibrate(
 
     Requests of `held_out` are predicted by the fit, and those of a source by a fit to the others, if there are others.
     The result has `step_time` (name and parameters, for `make_step_time`), `intervals`, `num_steps`, `num_outliers`,
-    `median_step_error`, `held_out_step_errors` (see `validated_fit`), `biases`, `region`, `loads` (`latency_error` of each
+    `median_step_error`, `held_out_step_errors` (see `validated_fit`), `biases`, `region`, `kv_tokens` (size of the KV cache, if it is known), `loads` (`latency_error` of each
     source with requests, with its name, and whether it is held out), `summary`, `warnings` by kind, and `config`. Errors
     beyond `max_error` are warnings whose kind begins with "error".
     """
@@ -173,6 +173,7 @@ def calibrate(
             others = [other for other in sources if other is not source]
             own = fit_to(config, others) if _steps_of(others) else step_time
             loads.append(load_error(source, own, limits) | {"held_out": bool(_steps_of(others))})
+    kv_tokens = max((source.kv_tokens or 0 for source in sources), default=0) or None
     result = {
         "config": asdict(config),
         "step_time": {"name": fit.name, "parameters": parameters},
@@ -183,11 +184,12 @@ def calibrate(
         "held_out_step_errors": fit.held_out_errors,
         "biases": fit.biases,
         "region": region.to_json(),
+        "kv_tokens": kv_tokens,
         "loads": loads,
     }
     return result | {
         "summary": _summary(fit, parameters, region, loads),
-        "warnings": _problems(fit, loads, config) | missing_points(region, limits),
+        "warnings": _problems(fit, loads, config) | missing_points(region, limits, kv_tokens),
     }
 
 

@@ -29,8 +29,10 @@ INTERVAL_S = 10.0
 MIN_BUSY_S = 5.0
 
 
-def log_measurements(lines: Iterable[str], name: str) -> tuple[list[StepMeasurement], Counter[str]]:
-    """The steps in a log of vLLM, and reasons with numbers of what was left out.
+def log_measurements(
+    lines: Iterable[str], name: str
+) -> tuple[list[StepMeasurement], Counter[str], int | None]:
+    """The steps in a log of vLLM, reasons with numbers of what was left out, and the tokens in the KV cache.
 
     With `--enable-logging-iteration-details` each step is a line, with the time of the model only: `_between_steps_s` is added
     to it. Otherwise the lines of mean throughput are used, between
@@ -64,7 +66,11 @@ def log_measurements(lines: Iterable[str], name: str) -> tuple[list[StepMeasurem
             raise InputError(f"{name}, line {number}", line.strip()[:120], "numbers of vLLM's log") from error
     if rows:
         host_s = _between_steps_s(rows)
-        return [replace(step, duration_s=step.duration_s + host_s) for _, step in rows], left_out
+        return (
+            [replace(step, duration_s=step.duration_s + host_s) for _, step in rows],
+            left_out,
+            size or None,
+        )
     steps: list[StepMeasurement] = []
     for lines_of_engine in means.values():
         for before, after in pairwise(lines_of_engine):
@@ -73,7 +79,7 @@ def log_measurements(lines: Iterable[str], name: str) -> tuple[list[StepMeasurem
                 left_out["intervals with an idle engine"] += 1
             else:
                 steps.append(mean)
-    return steps, left_out
+    return steps, left_out, size or None
 
 
 def _between_steps_s(rows: Sequence[tuple[float | None, StepMeasurement]]) -> float:

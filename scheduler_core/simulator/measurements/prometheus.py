@@ -18,8 +18,7 @@ from scheduler_core.simulator.measurements.steps import StepMeasurement
 MIN_INTERVAL_STEPS = 20
 
 #: Metrics of vLLM (v1/metrics/loggers.py, 0.32) and their older names; sums and counts are those of histograms.
-TOKENS_OF_STEPS = "vllm:iteration_tokens_total"
-STEPS = f"{TOKENS_OF_STEPS}_count"
+STEPS = "vllm:iteration_tokens_total_count"
 GAPS = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
 PREFILL_S = "vllm:request_prefill_time_seconds"
@@ -28,7 +27,7 @@ CACHED_TOKENS = ("vllm:prompt_tokens_cached_total", "vllm:prefix_cache_hits_tota
 USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 CACHE = "vllm:cache_config_info"
 #: Beginnings of the names of all of them.
-READ = (TOKENS_OF_STEPS, *GAPS, FIRST_TOKENS, PREFILL_S, PROMPT_TOKENS, *CACHED_TOKENS, *USAGE, CACHE)
+READ = (STEPS, *GAPS, FIRST_TOKENS, PREFILL_S, PROMPT_TOKENS, *CACHED_TOKENS, *USAGE, CACHE)
 #: Labels that identify an engine; some of its metrics have no model_name.
 ENGINE_LABELS = ("instance", "pod", "job", "engine")
 #: Labels of `CACHE`: size in tokens, or in blocks and tokens per block before vLLM 0.14.
@@ -119,12 +118,7 @@ def _engine(labels: Mapping[str, str]) -> tuple[str, ...]:
 def _add(scrape: Scrape, metric: str, labels: Mapping[str, str], value: float) -> None:
     """Adds a sample; series that only differ in further labels are summed."""
     if metric.endswith("_bucket"):
-        if metric != f"{TOKENS_OF_STEPS}_bucket":
-            return
-        try:
-            metric = f"{metric} {parse_number(labels.get('le', ''))}"
-        except ValueError as error:
-            raise InputError(f"{metric}: le", labels.get("le"), "a number") from error
+        return
     if metric == CACHE:
         for label in SIZE_LABELS:
             if labels.get(label, "").isdecimal():
@@ -184,7 +178,7 @@ def _interval(
     context = _context_tokens(before, after)
     batch = decodes / steps
     if decodes and seconds > 0:
-        weighted = max(batch, 1.0) * _inequality(before, after, prompts)
+        weighted = _size_biased(max(batch, 1.0))
         yield StepMeasurement(
             seconds / decodes, weighted, context, computed / steps, prompts / steps, weight=steps
         )
@@ -197,31 +191,25 @@ def _interval(
             yield StepMeasurement(prefill_s / requests, batch, context, length, 1, weight=requests)
 
 
-def _inequality(before: Scrape, after: Scrape, prompts: float) -> float:
-    """E[D^2] / E[D]^2 of the decodes D per step: how much larger the batch of a decode is than that of a step. From the
-    buckets of tokens per step, of which the largest steps are those with prompts; 1 without buckets."""
-    counts: dict[float, float] = {}
-    for name in after:
-        metric, _, bound = name.partition(" ")
-        count = _difference(before, after, name) if metric == f"{TOKENS_OF_STEPS}_bucket" else None
-        if count is not None:
-            counts[float(bound)] = count
-    low = below = total = first = second = 0.0
-    remaining = max(counts.values(), default=0.0) - prompts
-    for high in sorted(counts):
-        num = min(counts[high], remaining) - below
-        if num <= 0:
-            break
-        middle = math.sqrt((low + 1) * min(high, 2 * low + 1))
-        total, first, second = total + num, first + num * middle, second + num * middle**2
-        low, below = high, counts[high]
-    return second * total / first**2 if first else 1.0
+def _size_biased(mean: float) -> float:
+    """Mean number of decodes in the step of a decode, E[D^2] / E[D], from their mean over the steps with one, for a Poisson
+    distribution, as of independent requests: 1 + its parameter, which solves x / (1 - exp(-x)) = `mean`. A full engine has a
+    constant batch instead, of which this is at most one more."""
+    parameter = mean
+    for _ in range(60):
+        parameter = -mean * math.expm1(-parameter)
+    return 1.0 + parameter
+
+
+def kv_tokens(scrape: Scrape) -> int | None:
+    """Size of the KV cache, if it is known."""
+    tokens, blocks, block_tokens = (scrape.get(label, 0.0) for label in SIZE_LABELS)
+    return int(tokens or blocks * block_tokens) or None
 
 
 def _context_tokens(before: Scrape, after: Scrape) -> float:
     """Cached tokens, the mean of both ends; 0 if the size of the cache is unknown."""
-    tokens, blocks, block_tokens = (after.get(label, 0.0) for label in SIZE_LABELS)
-    size = tokens or blocks * block_tokens
+    size = kv_tokens(after) or 0
     usage = [one[name] for one in (before, after) for name in USAGE if name in one]
     return size * sum(usage) / len(usage) if usage else 0.0
 

@@ -17,6 +17,7 @@ from scheduler_core.simulator.engine_probe import Probe
 from scheduler_core.simulator.measurements.engine_log import log_measurements
 from scheduler_core.simulator.measurements.prometheus import (
     STEPS,
+    kv_tokens,
     parse_range_query,
     parse_scrapes,
     scrape_measurements,
@@ -55,12 +56,14 @@ class Source:
         measurements: Its steps, in the order of time.
         probes: Its requests, if they are known.
         left_out: Reasons with numbers of what was left out.
+        kv_tokens: Size of the engine's KV cache, if it is known.
     """
 
     name: str
     measurements: list[StepMeasurement]
     probes: list[Probe] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
+    kv_tokens: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -89,10 +92,10 @@ def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Source]:
                 for key, parts in parse_scrapes(text, str(path)).items():
                     scrapes[key] += parts
                 continue
-            steps, left_out = log_measurements(text.splitlines(), str(path))
+            steps, left_out, num_tokens = log_measurements(text.splitlines(), str(path))
             if not steps and not left_out:
                 raise InputError("measurements", str(path), FORMATS)
-            sources.append(Source(str(path), steps, left_out=left_out))
+            sources.append(Source(str(path), steps, left_out=left_out, kv_tokens=num_tokens))
             continue
         if isinstance(first, dict) and "data" in first and "status" in first:
             for key, parts in parse_range_query(first, str(path)).items():
@@ -124,6 +127,7 @@ def metrics_source(
         steps, left_out = scrape_measurements(parts, limits.max_num_batched_tokens)
         source.measurements += steps
         source.left_out += left_out
+        source.kv_tokens = kv_tokens(parts[-1]) or source.kv_tokens
     return source
 
 

@@ -136,8 +136,9 @@ def _range(values: list[tuple[float, float]]) -> tuple[float, float]:
     return float(min(ends)), float(max(ends))
 
 
-def missing_points(region: Region, limits: SchedulerConfig) -> dict[str, str]:
-    """What should be measured too, as sentences with a command by kind, for an engine with these limits."""
+def missing_points(region: Region, limits: SchedulerConfig, kv_tokens: int | None = None) -> dict[str, str]:
+    """What should be measured too, as sentences with a command by kind, for an engine with these limits; `kv_tokens` is the
+    size of its KV cache, if it is known."""
     missing = {}
     slots, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     if region.decodes[1] < slots / 2:
@@ -149,7 +150,7 @@ def missing_points(region: Region, limits: SchedulerConfig) -> dict[str, str]:
         missing["batch"] = f"no step with fewer than {region.decodes[0]:,.0f} requests: " + _bench(
             1, 20, 128, 128
         )
-    memory = limits.num_kv_blocks * limits.kv_block_tokens
+    memory = kv_tokens or limits.num_kv_blocks * limits.kv_block_tokens
     if region.context_tokens[1] < memory / 4:
         num = max(1, min(slots, 32))
         length = max(128, memory // (2 * num))
