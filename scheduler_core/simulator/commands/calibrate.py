@@ -276,7 +276,7 @@ def _problems(
         error = load["error"].get("ttlt_s", math.inf)
         if not abs(error) <= limit:
             problems[f"error_{load['name']}"] = (
-                f"the mean TTLT of {load['name']} is predicted {100 * error:+.0f} % off, {advice}"
+                f"the mean TTLT of {load['name']} is predicted {100 * error:+.0f} % off, {advice}, unless its speed changed"
             )
     return problems
 

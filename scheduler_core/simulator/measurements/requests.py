@@ -108,18 +108,18 @@ def request_measurements(
         return [], left_out
     batch = _Batch.of(complete)
     rows: list[tuple[float, StepMeasurement]] = []
-    alone: list[tuple[float, StepMeasurement]] = []
+    isolated: list[tuple[float, StepMeasurement]] = []
     for probe in complete:
         first_s = probe.token_s[0]
         others = np.searchsorted(batch.sent, first_s) - np.searchsorted(batch.last, probe.sent_s, "right") - 1
         if others == 0 and first_s > probe.sent_s and probe.prompt_tokens <= max_num_batched_tokens:
             step = StepMeasurement(first_s - probe.sent_s, 0, 0, probe.prompt_tokens, 1)
-            alone.append((first_s, step))
+            isolated.append((first_s, step))
         if len(probe.token_s) != probe.output_tokens:
             rows += _all_steps(batch, probe)
     rows += _single_steps(batch, [one for one in complete if len(one.token_s) == one.output_tokens])
     if sum(step.prefills > 0 for _, step in rows) < MIN_PROMPTS:
-        rows += alone
+        rows += isolated
     rows.sort(key=lambda row: row[0])
     steps = [step for _, step in rows]
     is_partial = _has_long_prompt(complete, max_num_batched_tokens, np.array([at_s for at_s, _ in rows]))
