@@ -18,6 +18,7 @@ from scheduler_core.simulator.failures import Failure, FailurePlan
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_predictions import Predictions, trace_predictions
 from scheduler_core.simulator.watch import RunWatch
@@ -98,15 +99,19 @@ def test_requests_wait_for_the_restart_of_the_only_replica() -> None:
     ],
 )  # fmt: skip
 def test_every_request_ends_once_however_often_replicas_fail(name: str, seed: int) -> None:
-    """Conversations and single requests; each of three replicas fails about every 2 s and restarts after 0.5 s."""
+    """Conversations and single requests; each of three replicas fails about every 2 s and restarts after 0.5 s. From seed 6 on,
+    engines plan a step ahead, so that a failed one also has requests that no step has seen."""
     single = random_trace(40, seed=seed, rate_rps=8.0).requests
     trace = Trace((*conversations(6).requests, *single))
     plan = FailurePlan(
         mtbf_s=2.0, restart_s=0.5, max_retries=seed % 3, retry_started=seed % 2 == 0, seed=seed
     )
     policy = ("fcfs", "tie", "uniboost")[seed % 3]
+    more: dict[str, Any] = {"failures": plan, "prefix_caching": True}
+    if seed >= 6:
+        more["step_time"] = RooflineStepTime(model="llama-3-8b", gpu="l40s", overhead_s=0.03)
     first, again, exact = (
-        simulate(trace, name, 3, policy, failures=plan, prefix_caching=True, exact_steps=exact_steps)
+        simulate(trace, name, 3, policy, exact_steps=exact_steps, **more)
         for exact_steps in (False, False, True)
     )
     assert first.num_failures > 3
