@@ -172,6 +172,16 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
         self._tailcast_end(request)
         return super()._free_request(request, *args, **kwargs)
 
+    def _try_schedule_encoder_inputs(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Called by vLLM for a request with encoder inputs: only those of the planned tokens are computed in this step."""
+        limit = self._tailcast_chunks.get(request.request_id, num_new_tokens)
+        num_new_tokens = min(num_new_tokens, limit)
+        return super()._try_schedule_encoder_inputs(
+            request, num_computed_tokens, num_new_tokens, *args, **kwargs
+        )
+
     @guarded
     def _tailcast_arrive(self, request: Any) -> None:
         ours, bad_hints = request_of(request, self._tailcast_clock(), self._tailcast_settings.tbt_slo_s)
@@ -231,6 +241,7 @@ class PolicyScheduling(FailSafe, PlannedSteps, Victims, _Base):  # type: ignore[
     def _tailcast_end_planning(self, output: Any, now: float) -> None:
         """Tells the policy what vLLM has admitted."""
         order, metrics = self._tailcast_order, self._tailcast_metrics
+        self._tailcast_note_blocked(output.num_scheduled_tokens)
         new = [data.req_id for data in output.scheduled_new_reqs]
         for state in (order.states.get(name) for name in new if self._tailcast_thread is not None):
             if state is not None and state.first_scheduled_s is None and not state.has_prediction:

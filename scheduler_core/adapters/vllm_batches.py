@@ -138,6 +138,7 @@ class PlannedSteps:
     max_num_scheduled_tokens: int
     num_lookahead_tokens: int
     kv_cache_manager: Any
+    encoder_cache_manager: Any
     pause_state: Any
     _reserve_prefill_lookahead: Any
     scheduler_reserve_full_isl: bool
@@ -148,6 +149,8 @@ class PlannedSteps:
     #: The order, if a batch former plans the steps.
     _tailcast_batches: LiveBatches | None
     _tailcast_chunks: dict[str, int]
+    #: Planned prompts of the last step that vLLM could not go on with, because the encoder cache was full.
+    _tailcast_blocked: frozenset[str] = frozenset()
 
     def _tailcast_make_batches(
         self,
@@ -210,10 +213,36 @@ class PlannedSteps:
         if not unexecuted and len(chosen) == len(self.running):
             return None  # all of them
         if len(self.running) == pool.num_running - len(unexecuted):
-            return [requests[name] for name in chosen if name not in unexecuted]
+            return self._tailcast_unblocked([requests[name] for name in chosen if name not in unexecuted])
         # vLLM must also see requests of its own, which have no state here.
         paused = pool.running.keys() - set(chosen)
-        return [request for request in self.running if request.request_id not in paused]
+        return self._tailcast_unblocked(
+            [request for request in self.running if request.request_id not in paused]
+        )
+
+    def _tailcast_unblocked(self, planned: list[Any]) -> list[Any]:
+        """The planned requests; after a step with blocked ones without these, and with those running ones at the end whose encoder
+        outputs fill the cache: they are freed when their prompts go on."""
+        if not self._tailcast_blocked:
+            return planned
+        chosen = {request.request_id for request in planned}
+        remaining = [request for request in planned if request.request_id not in self._tailcast_blocked]
+        holders = [
+            request
+            for request in self.running
+            if request.request_id not in chosen and self.encoder_cache_manager.get_cached_input_ids(request)
+        ]
+        return remaining + holders[: max(self.max_num_running_reqs - len(remaining), 0)]
+
+    def _tailcast_note_blocked(self, scheduled: Mapping[str, int]) -> None:
+        """Called with the tokens of the step that was planned last."""
+        if self._tailcast_blocked:  # they were left out of it
+            self._tailcast_blocked = frozenset()
+            return
+        names = (name for name in self._tailcast_chunks if name not in scheduled)
+        self._tailcast_blocked = frozenset(
+            name for name in names if (request := self.requests.get(name)) and request.has_encoder_inputs
+        )
 
     def _tailcast_touch(self, request_ids: Iterable[str]) -> None:
         """Called with the requests of a step that was scheduled or has ended."""

@@ -46,6 +46,10 @@ def check_plannable(scheduler: Any, config: Any, batching: str) -> None:
         "--no-enable-chunked-prefill": not sizes.enable_chunked_prefill,
         "an encoder-decoder model, whose cross attention has blocks of its own": scheduler.is_encoder_decoder,
         "a Mamba cache in mode align, whose chunks have fixed ends": scheduler.need_mamba_block_aligned_split,
+        "--disable-chunked-mm-input, which models with bidirectional attention in images need: a chunk could end in one": (
+            sizes.disable_chunked_mm_input and config.model_config.supports_multimodal_inputs
+        ),
+        "--mm-encoder-only, whose requests generate nothing": scheduler.is_mm_encoder_only,
     }
     for reason, is_met in reasons.items():
         if is_met:

@@ -61,6 +61,12 @@ class Batch:
         self.prefills.append((state, chunk))
         self.budget -= tokens
 
+    def add_rest(self, prefilling: list[RequestState]) -> None:
+        """Adds what is left of prompts planned as a whole, of which an engine has processed a part or nothing."""
+        for state in prefilling:
+            if self.budget > 0:
+                self.add_chunk(state)
+
     def add_decodes(self, states: list[RequestState]) -> None:
         """Adds decodes of running requests that have memory for one more token; the list is not copied."""
         self._owns_decodes = bool(self.decodes)

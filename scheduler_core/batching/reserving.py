@@ -39,7 +39,9 @@ class Orca(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        batch.add_decodes(pool.by_phase()[1])
+        prefilling, decodes = pool.by_phase()
+        batch.add_decodes(decodes)
+        batch.add_rest(prefilling)
         while True:
             head = pool.waiting.peek()
             if head is None or prefill_tokens_ahead(pool, head) > batch.budget:

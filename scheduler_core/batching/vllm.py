@@ -44,6 +44,7 @@ class Vllm(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
+        batch.add_rest(pool.by_phase()[0])
         longest = 0
         while True:
             head = pool.waiting.peek()

@@ -3,7 +3,8 @@
 python -m tests.scheduler_core.adapters.former_script '{"model": ..., "cases": [{"batching": ..., "policy": ..., ...}]}'
 
 Requests of random prompts, some of which share their beginning, arrive while others run; some are aborted. `depth` steps are
-under way at the same time: 2 as with asynchronous scheduling on GPUs, 1 without.
+under way at the same time: 2 as with asynchronous scheduling on GPUs, 1 without. With `images`, the size of the encoder cache in
+embeddings, and of the encoder's batch, most prompts have images.
 """
 
 import json
@@ -22,7 +23,9 @@ from benchmarks.vllm.real_scheduler import outputs_of, real_scheduler
 def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
     """One case; what happened to its requests."""
     from vllm import SamplingParams
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.utils.hashing import sha256
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request, RequestStatus
 
@@ -34,6 +37,9 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=case.get("seqs", 8), max_num_batched_tokens=case.get("tokens", 512),
         enable_prefix_caching=True, async_scheduling=True,
     )  # fmt: skip
+    if images := case.get("images"):
+        scheduler.max_num_encoder_input_tokens = images
+        scheduler.encoder_cache_manager = EncoderCacheManager(images)
     originals = [
         spoil(scheduler, hook, error, case.get("after", 20)) for hook, error in case.get("raise", {}).items()
     ]
@@ -50,11 +56,17 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
     def add(number: int) -> None:
         shared = [9] * chance.choice((0, 0, 64, 128))
         prompt = [*shared, *(number + 20 for _ in range(chance.randrange(2, 140)))]
+        features = []
+        for _ in range(chance.randrange(5) if images else 0):
+            content = chance.randrange(12)
+            position = PlaceholderRange(offset=len(prompt), length=8 + 8 * (content % 3))
+            features.append(MultiModalFeatureSpec(None, "image", f"image{content}", position))
+            prompt += [5] * position.length + [6] * chance.randrange(30)
         name, lengths[name] = f"r{number}", chance.randrange(1, 60)
         sampling = SamplingParams(max_tokens=lengths[name], temperature=0.0)
         sampling.extra_args = {"tailcast_tbt_slo_s": chance.choice((0.001, 0.5)), "tailcast_tier": number % 5}
         sampling.update_from_generation_config({}, 1)
-        requests[name] = Request(name, prompt, sampling, None, block_hasher=hasher)
+        requests[name] = Request(name, prompt, sampling, None, mm_features=features, block_hasher=hasher)
         scheduler.add_request(requests[name])
 
     step = idle = next_request = 0
@@ -82,6 +94,7 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
                 for name, tokens in scheduled.items()
             )
             seen["unexecuted"] += len(batches.unexecuted)
+        check_images(scheduler, plan, requests, seen)
         assert len(scheduled) <= case.get("seqs", 8), "more requests than the model runner takes"
         idle = 0 if scheduled or under_way else idle + 1
         assert idle < 50, f"nothing runs: {len(scheduler.requests)} requests in step {step}"
@@ -106,12 +119,30 @@ def run(model: str, case: dict[str, Any]) -> dict[str, Any]:
             len(scheduler.running),
             0 if scheduler._tailcast_failed else len(order.states),
         ],
+        "held_images": sum(map(len, scheduler.encoder_cache_manager.cached.values())),
         "used_blocks": blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
         "failed": scheduler._tailcast_failed,
         "failures": failures(),
         "queue": type(scheduler.waiting).__name__,
         "ours": dict(seen),
     }
+
+
+def check_images(scheduler: Any, plan: Any, requests: dict[str, Any], seen: Counter[str]) -> None:
+    """Every image is in the encoder cache in the step that reads it, and none is computed for later steps."""
+    cached = plan.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts |= {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+    for name, num_tokens in plan.num_scheduled_tokens.items():
+        computed = plan.scheduled_encoder_inputs.get(name, ())
+        for number, feature in enumerate(requests[name].mm_features):
+            first, length = feature.mm_position.offset, feature.mm_position.length
+            is_read = first < starts[name] + num_tokens and first + length > starts[name]
+            holders = scheduler.encoder_cache_manager.cached.get(feature.identifier, ())
+            assert not is_read or name in holders, f"{name} reads {feature.identifier}, which is not there"
+            seen["images"] += number in computed
+            seen["early images"] += number in computed and not is_read
+    seen["blocked"] += bool(getattr(scheduler, "_tailcast_blocked", ()))
 
 
 def spoil(scheduler: Any, hook: str, error: str, after: int) -> Callable[[], None]:

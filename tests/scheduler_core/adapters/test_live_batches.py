@@ -118,15 +118,30 @@ def test_plans_are_those_of_the_scheduler(name: str, seed: int, num_levels: int)
     )
 
 
-def test_what_the_engine_does_not_execute_is_planned_again() -> None:
-    batches = simple("chunked_prefill")
-    for name in ("a", "b"):
-        arrive(batches, name)
-    assert batches.form(0.0).admitted == ["a", "b"]
+@pytest.mark.mend
+@pytest.mark.parametrize("name", sorted(BATCH_FORMERS))
+def test_what_the_engine_does_not_execute_is_planned_again(name: str) -> None:
+    """Orca's and vLLM's own former never planned the rest of a prompt, which they had planned as a whole."""
+    batches = simple(name)
+    for request_id in ("a", "b"):
+        arrive(batches, request_id)
+    first = batches.form(0.0)
+    assert "a" in first.admitted
+    planned = {chunk.request_id: chunk.num_tokens for _, chunk in first.prefills}
     batches.schedule(["a"], 0.0)
-    assert batches.unexecuted == {"b"}
-    again = batches.form(0.1)
-    assert [chunk.request_id for _, chunk in again.prefills] == ["a", "b"]
+    assert batches.unexecuted == {*first.admitted} - {"a"}
+    done = planned["a"] // 2
+    batches.states["a"].num_computed_tokens = done
+    batches.progress("a", done, done, 0, 0.1)
+    rest = {"a": 40 - done, "b": 40}
+    for _ in range(40):  # RAD plans tile by tile
+        for state, chunk in batches.form(0.1).prefills:
+            rest[chunk.request_id] -= chunk.num_tokens
+            state.num_computed_tokens += chunk.num_tokens
+            num = int(chunk.is_last)
+            batches.progress(chunk.request_id, chunk.num_tokens, state.num_computed_tokens, num, 0.1)
+    assert rest == {"a": 0, "b": 0}
+    batches.schedule(["b"], 0.1)
     batches.leave("b")
     assert batches.unexecuted == set()
     batches.pool.validate(0.1, keys_are_fresh=False)
@@ -210,7 +225,9 @@ def test_memory_is_taken_from_the_less_urgent_level(victims: MemoryVictims) -> N
 def simple(former: str) -> LiveBatches:
     config = SchedulerConfig(prefix_caching=False, **SIZES)
     kv = KVCache(config.num_kv_blocks, config.kv_block_tokens, 0.0)
-    return LiveBatches(make_policy("fcfs"), make_former(former), kv, config, StepCosts())
+    return LiveBatches(
+        make_policy("fcfs"), make_former(former, PARAMETERS.get(former, {})), kv, config, StepCosts()
+    )
 
 
 def arrive(batches: LiveBatches, name: str) -> None:

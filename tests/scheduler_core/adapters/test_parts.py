@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -17,6 +18,8 @@ from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm import PolicyQueue
+from scheduler_core.adapters.vllm_version import check_plannable
+from scheduler_core.errors import InputError
 from scheduler_core.lengths.quantiles import LEVELS
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
@@ -322,6 +325,43 @@ def test_as_many_go_as_are_needed(free: tuple[int, int], num_blocks: int, stuck:
         held_blocks=lambda name: None if name == stuck else 2,
     )  # fmt: skip
     assert "".join(state.request_id for state in states) == victims
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        ("scheduler", "connector", object(), "KV connector"),
+        ("scheduler", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("scheduler", "is_encoder_decoder", True, "encoder-decoder"),
+        ("scheduler", "need_mamba_block_aligned_split", True, "Mamba"),
+        ("scheduler", "is_mm_encoder_only", True, "--mm-encoder-only"),
+        ("sizes", "enable_chunked_prefill", False, "--no-enable-chunked-prefill"),
+        ("sizes", "disable_chunked_mm_input", True, "bidirectional attention in images"),
+        ("parallel", "pipeline_parallel_size", 2, "pipeline parallelism"),
+    ],
+)
+def test_engines_whose_steps_cannot_be_planned_are_refused(
+    owner: str, name: str, value: object, reason: str
+) -> None:
+    features = (
+        "is_encoder_decoder",
+        "use_v2_model_runner",
+        "need_mamba_block_aligned_split",
+        "is_mm_encoder_only",
+    )
+    parts = {
+        "scheduler": SimpleNamespace(connector=None, **dict.fromkeys(features, False)),
+        "sizes": SimpleNamespace(enable_chunked_prefill=True, disable_chunked_mm_input=False),
+        "parallel": SimpleNamespace(pipeline_parallel_size=1),
+    }
+    model = SimpleNamespace(supports_multimodal_inputs=True)
+    config = SimpleNamespace(
+        scheduler_config=parts["sizes"], parallel_config=parts["parallel"], model_config=model
+    )
+    check_plannable(parts["scheduler"], config, "slai")
+    setattr(parts[owner], name, value)
+    with pytest.raises(InputError, match=f"batching: got 'slai'; allowed: unset.*{reason}"):
+        check_plannable(parts["scheduler"], config, "slai")
 
 
 def test_the_page_names_every_setting_and_metric() -> None:

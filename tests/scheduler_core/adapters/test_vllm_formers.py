@@ -18,6 +18,8 @@ RAD = {"t_row": 16, "t_col": 8, "t_red": 8}
 PARAMETERS: dict[str, dict[str, Any]] = {"rad": RAD, "rad_prefill_first": RAD, "slai": {"fitted": True}}
 #: Formers that reserve memory, or finish a cycle before the next one, so that it hardly runs out.
 RESERVING = ("orca", "quantile_reserve", "rad_prefill_first", "request_level")
+#: Formers that process whole prompts.
+WHOLE = ("orca", "request_level", "vllm")
 #: Hooks that raise, with the settings in which vLLM reaches them.
 ORDER = {"policy": "trail"}
 PLANNED = {"policy": "uniboost", "batching": "uniboost", "depth": 2}
@@ -76,6 +78,36 @@ def test_each_former_serves_all_requests(vllm_python: Path, model: Path) -> None
         assert row["ours"]["preemptions"] > 0 or case["batching"] in RESERVING, case
         if case["batching"] in ("slai", "stage_aware", "uniboost", "rad", "rad_prefill_first", "vllm"):
             assert row["ours"]["paused"] > 0, case
+
+
+@pytest.mark.mend
+def test_prompts_with_images_are_served_by_each_former(vllm_python: Path, model: Path) -> None:  # noqa: F811
+    """Images were computed for tokens beyond the plan. Where prompts that were paused filled the encoder cache, the planned ones
+    waited for ever, and so did prompts planned as a whole that vLLM had processed up to an image."""
+    cases = [
+        {
+            "batching": name,
+            "policy": POLICIES.get(name, "ssjf"),
+            "batching_parameters": PARAMETERS.get(name, {}),
+            "depth": depth,
+            "seed": depth,
+            "images": 24,
+            "blocks": 120,
+            "tokens": 512 if name in WHOLE else 24,
+        }
+        for name in sorted(BATCH_FORMERS)
+        for depth in (1, 2)
+    ]
+    num_blocked = 0
+    for case, row in zip(cases, run(vllm_python, model, cases), strict=True):
+        assert row["wrong"] == {}, case
+        assert row["left"] == [0, 0, 0, 0], case
+        assert (row["used_blocks"], row["held_images"]) == (0, 0), case
+        assert not row["failed"], (case, row["failures"])
+        assert row["ours"]["images"] > 20, case
+        assert row["ours"]["early images"] == 0, case
+        num_blocked += row["ours"]["blocked"]
+    assert num_blocked > 10
 
 
 @pytest.mark.mend
