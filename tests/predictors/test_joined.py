@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,15 +242,19 @@ async def test_open_inference_gives_nan_for_a_missing_part(artifact_folder: Path
 # In this process.
 
 
-def break_runs(monkeypatch: pytest.MonkeyPatch, artifact_id: str) -> None:
-    """Makes each model call of an artifact fail."""
+def break_runs(
+    monkeypatch: pytest.MonkeyPatch, artifact_id: str, gate: threading.Event | None = None
+) -> None:
+    """Makes the model calls of an artifact for "sea" fail, or wait for the gate."""
     from predictors.runtime import ArtifactRuntime
 
     run = ArtifactRuntime.run
 
     def failing(self: ArtifactRuntime, *arguments: Any, **options: Any) -> Any:
         if self.artifact.manifest.artifact_id == artifact_id and len(arguments[0][0]) == 3:  # "sea"
-            raise RuntimeError("injected failure")
+            if gate is None:
+                raise RuntimeError("injected failure")
+            gate.wait(30)
         return run(self, *arguments, **options)
 
     monkeypatch.setattr(ArtifactRuntime, "run", failing)
@@ -345,22 +350,32 @@ def test_a_file_counts_the_predictions_without_a_part(
     assert "1 of 2 predictions lack the part" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(("policy", "failing"), [("sept", "level"), ("hpjf", "tiny")])
+@pytest.mark.parametrize(
+    ("policy", "failing", "fault"),
+    [("sept", "level", "fails"), ("hpjf", "tiny", "fails"), ("sept", "level", "late")],
+)
 async def test_the_proxy_orders_by_the_part_that_answers(
-    address: str, monkeypatch: pytest.MonkeyPatch, policy: str, failing: str
+    address: str, monkeypatch: pytest.MonkeyPatch, policy: str, failing: str, fault: str
 ) -> None:
-    options = {"engine": "vllm", "policy": policy, "predictor": address, "online_calibration": False}
+    options: dict[str, Any] = {"engine": "vllm", "policy": policy, "predictor": address}
+    options |= {"online_calibration": False}
+    gate = threading.Event() if fault == "late" else None
     async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
         for text in ("sea", "a long essay"):
             assert (await proxy.post(chat(text)))[0] == 200
-        break_runs(monkeypatch, failing)
+        break_runs(monkeypatch, failing, gate)
+        if gate is not None:
+            proxy.server.handler.forecaster.deadline_s = 1.5
         for text in ("sea", "a long essay"):
             assert (await proxy.post(chat(text)))[0] == 200
+        if gate is not None:
+            gate.set()
         outcomes = {
             outcome: await proxy.metric(f'tailcast_proxy_predictions_total{{outcome="{outcome}"}}')
             for outcome in ("answered", "partial", "failed")
         }
-    assert outcomes == {"answered": 3, "partial": 1, "failed": 0}
+    num_partial = 1 if gate is None else 2  # a late part is not asked by the next request
+    assert outcomes == {"answered": 4 - num_partial, "partial": num_partial, "failed": 0}
     priorities = [body["priority"] for body in fake.bodies]
     assert priorities[:2] == priorities[2:]
 
