@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -11,17 +12,32 @@ import numpy as np
 
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.policies import policy_class
+from scheduler_core.prediction.api_request import read_request
+from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS
 from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file
+from scheduler_core.shell.json_text import from_json
 from scheduler_core.shell.table_files import file_rows
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.traffic import at_drawn_times, units_of
-from scheduler_core.simulator.trace import Trace, load_trace
+from scheduler_core.simulator.trace import Trace, TraceRequest, load_trace
 
 #: Columns that make a table a trace of the simulator.
 _TRACE = ("request_id", "prompt_tokens", "output_tokens")
 #: Texts that are predicted in one call.
 _BATCH = 256
+#: Locations of a request and of its time in a row.
+_REQUESTS = ("request.body", "request", "body", "params", "proxy_server_request")
+_TIMES = (
+    "arrival_s",
+    "timestamp",
+    "created_at",
+    "created",
+    "start_time",
+    "startTime",
+    "request_created_at",
+    "time",
+)
 
 
 @dataclass(slots=True)
@@ -39,14 +55,19 @@ class RequestLog:
 
 def read_requests(log: str, config: PlanConfig, scratch: Path) -> RequestLog:
     """The requests of a log for the plan of `config`; `scratch` is a folder for temporary files. `InputError` if a row of a trace is invalid,
-    or the log has no usable requests, no lengths or no times of arrival."""
+    or the log has no usable requests, neither lengths nor prompts, or no times of arrival."""
     path = Path(log)
-    left_out: Counter[str] = Counter()
     if not path.is_dir():
         existing_file(path, "log")
     if path.is_dir() or not _is_trace(path):
-        path, left_out = _imported(path, scratch)
-    requests = RequestLog(_trace(path, config), left_out=left_out)
+        try:
+            path, left_out = _imported(path, scratch)
+        except InputError as error:
+            requests = _with_drawn_lengths(path, config, error)
+        else:
+            requests = RequestLog(_trace(path, config), left_out=left_out)
+    else:
+        requests = RequestLog(_trace(path, config))
     if requests.trace.requests[0].arrival_s == requests.trace.requests[-1].arrival_s and config.rate is None:
         raise InputError("log", log, "times of arrival; or a rate, with which they are drawn")
     if config.rate is not None:
@@ -79,14 +100,8 @@ def _imported(path: Path, scratch: Path) -> tuple[Path, Counter[str]]:
     except ImportError as error:
         raise MissingExtraError(error.name or "pyarrow", "gen") from error
     target = scratch / "imported.parquet"
-    try:
-        content = import_lengths(
-            ImportLengthsConfig(kind="auto", file=str(path), out=str(target), schema="trace")
-        )
-    except InputError as error:
-        if "output_tokens" in error.field or "output_tokens" in str(error.allowed):
-            raise InputError("log", str(path), f"lengths of the outputs ({error})") from error
-        raise
+    options = ImportLengthsConfig(kind="auto", file=str(path), out=str(target), schema="trace")
+    content = import_lengths(options)
     return target, Counter(content["skipped"])
 
 
@@ -98,6 +113,52 @@ def _trace(path: Path, config: PlanConfig) -> Trace:
         except (TypeError, ValueError, OverflowError):
             continue  # `load_trace` says what is wrong with it
     return load_trace(path, need_arrivals=config.rate is None, default_max_tokens=longest)
+
+
+def _with_drawn_lengths(path: Path, config: PlanConfig, problem: InputError) -> RequestLog:
+    """The requests of a log of prompts without lengths, which are drawn from their predictions; prompt tokens are estimated
+    from characters. The `InputError` of its import if it has no prompts."""
+    from data_gen.importers.source_row import SourceRow
+    from data_gen.importers.values import canonical_row
+    from tailcast.length_predictor import open_length_predictor
+
+    if path.is_dir() or config.predictor == "oracle":
+        raise problem
+    rng, rows, left_out = np.random.default_rng(config.seed), [], Counter[str]()
+    with open_length_predictor(config.predictor) as predictor:
+        for number, columns in file_rows(path, "log", objects=True, on_bad_row=lambda *_: None):
+            source = SourceRow(columns)
+            nested = from_json(source.first(_REQUESTS)[1])
+            body = read_request(nested if isinstance(nested, Mapping) else columns)
+            text = body.text(predictor.form)
+            if not text.strip():
+                left_out["no prompt and no length"] += 1
+                continue
+            time = canonical_row(source, {"arrival_s": _TIMES}, f"{path.name} row {number}")["arrival_s"]
+            [prediction] = predictor.predictions([text], [body.model or None], [body.temperature])
+            assert prediction.length is not None
+            limit = body.max_tokens or DEFAULT_MAX_TOKENS
+            drawn = float(prediction.length.distribution().ppf(rng.uniform(0.001, 0.999)))
+            row = TraceRequest(
+                request_id=f"r{number}",
+                arrival_s=0.0 if time is None else float(time),
+                prompt_tokens=body.prompt_tokens(),
+                output_tokens=max(1, min(limit, round(drawn))),
+                max_tokens=limit,
+                prediction=prediction.length,
+                model=body.model,
+            )
+            rows.append(row)
+    if not rows:
+        raise problem
+    rows.sort(key=lambda row: row.arrival_s)
+    first_s = rows[0].arrival_s
+    trace = Trace(tuple([replace(row, arrival_s=row.arrival_s - first_s) for row in rows]), str(path))
+    warning = (
+        f"the log has no lengths of outputs: they were drawn from the predictor {config.predictor}, and prompt tokens "
+        "estimated from characters"
+    )
+    return RequestLog(trace, [warning], left_out)
 
 
 def _add_slos(requests: RequestLog, config: PlanConfig) -> None:

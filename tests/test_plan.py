@@ -20,7 +20,7 @@ from tailcast.cli import main
 from tests.scheduler_core.helpers import trace_row
 
 Captured = pytest.CaptureFixture[str]
-LINEAR = {"base_s": 0.01, "per_prefill_token_s": 2e-5, "per_decode_s": 2e-4, "per_context_token_s": 0.0}
+LINEAR: dict[str, Any] = {"base_s": 0.01, "per_prefill_token_s": 2e-5, "per_decode_s": 2e-4, "per_context_token_s": 0.0}
 BLOCKS, SEQS = 4000, 32
 
 
@@ -148,6 +148,28 @@ def test_from_an_openai_log_to_a_recommendation(engine: str, tmp_path: Path, cap
     assert {one["order"] for one in plan["orders"]} == {"fcfs", "bounded_shortest"}
     assert plan["answer"]["num_replicas"] == 1
     assert "end-to-end latency" in capsys.readouterr().out
+
+
+def test_a_log_of_prompts_gets_lengths_from_the_predictor(
+    engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {
+            "timestamp": 1_790_000_000 + number / 2,
+            "request": {"messages": [{"role": "user", "content": f"Name {number % 9 + 1} birds."}]},
+        }
+        for number in range(120)
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"timestamp": 1}])))
+    line = f"{tmp_path}/log.jsonl {engine} --target 'tpot_s.p90<0.3' --json {tmp_path}/plan.json --max_replicas 20"
+    assert typed(line) == 0
+    plan = read(tmp_path / "plan.json")
+    assert plan["log"]["num_requests"] == 120
+    assert plan["log"]["output_tokens"] > 5
+    assert any("they were drawn from the predictor tiny" in text for text in caplog.messages)
+    assert caplog.messages[-1] == "left out 1 of 121 rows: 1 x no prompt and no length"
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps({"timestamp": number}) for number in range(9)))
+    assert typed(line + " --overwrite true") == 2
 
 
 def sessions(path: Path, num: int, turns: int) -> Path:

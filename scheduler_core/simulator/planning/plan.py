@@ -320,6 +320,9 @@ def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
     base = orders.get("fcfs", others[0]) if chosen["order"] != "fcfs" else others[0]
     own, other = _of(chosen["metrics"], target.metric), _of(base["metrics"], target.metric)
     mean, other_mean = (one["metrics"]["ttlt_s"]["mean"] for one in (chosen, base))
+    changes = max(abs(other / own - 1) if own else 0.0, abs(other_mean / mean - 1))
+    if changes < 0.01 and base["num_replicas"] == chosen["num_replicas"]:
+        return [f"Order {base['order']} changes nothing at this load."]
     text = (
         f"With order {base['order']} the same replicas have {metric_name(target.metric)} {metric_text(target.metric, other)} "
         f"and a mean end-to-end latency of {other_mean:.3g} s instead of {metric_text(target.metric, own)} and {mean:.3g} s"
