@@ -25,6 +25,9 @@ MIN_GAIN = 0.02
 #: Relative growth of the requests in the system after the first quarter in an overload: 1.2 if they grow linearly from the
 #: start. By chance it is up to 0.6 in runs of some hundred requests.
 _OVERLOAD_GROWTH = 0.9
+#: Standard deviations of the number of requests in the system that their growth exceeds, over the part of the arrivals of which
+#: `steady_state` measures it.
+_MIN_SIGMAS, _AFTER_WARM_UP = 4.0, 0.75
 #: Fraction of requests that may be too large for a choice.
 MAX_REFUSED = 0.01
 
@@ -73,7 +76,9 @@ class PlanLevels:
             accumulated, growth = steady["accumulated_fraction"], steady["relative_growth"]
             if "missed" in metrics or accumulated is None:
                 continue
-            if accumulated > MAX_ACCUMULATED and growth > _OVERLOAD_GROWTH:
+            # Of N requests in the system, their number varies by about sqrt(N).
+            is_significant = accumulated * _AFTER_WARM_UP * num * growth > _MIN_SIGMAS**2
+            if accumulated > MAX_ACCUMULATED and growth > _OVERLOAD_GROWTH and is_significant:
                 return f"{accumulated:.0%} of the arriving requests accumulate"
         return None
 
