@@ -102,8 +102,8 @@ def predicted_levels(scheduler: Any) -> dict[str, tuple[int, bool]]:
     """Predicted urgency level of each live request that has one, and whether it also has a length."""
     order = getattr(scheduler, "_tailcast_order", None)
     states = {} if order is None else order.states
-    return {
-        name: (state.urgency.level, state.prediction is not None)
+    return {  # vLLM adds a suffix to the id
+        name.partition("-")[0]: (state.urgency.level, state.prediction is not None)
         for name, state in states.items()
         if state.urgency is not None
     }
