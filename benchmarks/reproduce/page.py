@@ -98,7 +98,7 @@ def _cells(wheres: Sequence[str], num: int) -> str:
 
 
 def _values_table(study: Study, findings: Findings) -> list[str]:
-    """One row for each measure with a value of the paper: its range over the cells, and the cells that differ."""
+    """One row for each measure with a value of the paper: its range over the cells, and how many have its direction."""
     rows = [row for row in findings.rows if row.paper is not None]
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -108,17 +108,16 @@ def _values_table(study: Study, findings: Findings) -> list[str]:
     lines = []
     for what, group in list(groups.items())[:MAX_ROWS]:
         where = group[0].where if len(group) == 1 else f"{len(group)} cells"
-        differing = [row.where for row in group if row.verdict != "-" and not row.verdict.startswith("same")]
-        num_directed = sum(row.verdict != "-" for row in group)
-        same = f"{num_directed - len(differing)} of {num_directed}" if num_directed else "-"
+        directed = [row.verdict.startswith("same") for row in group if row.verdict != "-"]
+        same = f"{sum(directed)} of {len(directed)}" if directed else "-"
         paper, ours = _range(row.paper for row in group), _range(row.ours for row in group)
         more = [_range(row.more.get(name) for row in group) for name in study.columns]
-        direction = [same, _cells(differing, num_directed)] if any_directed else []
+        direction = [same] if any_directed else []
         lines.append([what, where, paper, ours, *more, *direction])
     if not lines:
         return []
     head = ["measure", "where", "paper", "ours", *study.columns]
-    return _markdown([*head, *(["same direction", "differs in"] if any_directed else [])], lines)
+    return _markdown([*head, *(["same direction"] if any_directed else [])], lines)
 
 
 def claims_sections(parts: Sequence[Part]) -> list[str]:
@@ -191,7 +190,7 @@ def section(
         lines += [new, ""] if new else []
     lines += _values_table(study, findings)
     counts = _values([(study, findings, about)])
-    same = "" if counts == "-" else f" {counts} values have the paper's direction."
+    same = "" if counts == "-" else f" {counts} in the paper's direction."
     path = f"benchmarks/results/reproduction/{study.name}.json"
     lines += [
         f"{_extent(study, findings, about)}{same} [All {len(findings.rows)} values](../../{path}), {about['date']}.",
@@ -201,9 +200,12 @@ def section(
 
 
 def _extent(study: Study, findings: Findings, about: Mapping[str, Any]) -> str:
-    """Size of the simulation, and of the paper's own."""
+    """Size of the simulation, and of the paper's own; at scale 1 without the same numbers of the full version."""
     seeds = f"{about['num_seeds']} seed" + ("s" if about["num_seeds"] > 1 else "")
-    what = f"{findings.size}, {seeds}." if findings.size else f"{seeds}."
+    size = findings.size
+    if about["scale"] == 1:
+        size = re.sub(r"^([\d,]+) of \1 ", r"\1 ", size).partition(", in every setting")[0]
+    what = f"{size}, {seeds}." if size else f"{seeds}."
     what += f" The paper: {study.paper_size}." if study.paper_size else ""
     if about["quick"]:
         return f"Quick version: it checks that the study runs, and at best the direction of an effect: {what}"
