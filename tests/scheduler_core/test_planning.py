@@ -1,5 +1,6 @@
 """Parts of a plan: targets, changed logs, searches."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,6 +16,7 @@ from scheduler_core.request import Segment
 from scheduler_core.simulator.planning.choices import parse_prices
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.search import Probe, Search, drive, smallest_level
+from scheduler_core.simulator.planning.simulations import measured_from_s
 from scheduler_core.simulator.planning.targets import MissedTargets, Target
 from scheduler_core.simulator.planning.traffic import Traffic, at_drawn_times, drift, resampled, units_of
 from scheduler_core.simulator.records import RequestRecord
@@ -190,6 +192,21 @@ def test_sessions_at_drawn_times_are_in_their_steady_state() -> None:
     counts, _ = np.histogram(times, bins=4, range=(0, 1000))
     assert counts == pytest.approx([500] * 4, rel=0.15)
     waits_for(log.requests)
+
+
+def test_sessions_under_way_at_the_start_are_measured_after_a_warm_up() -> None:
+    log = log_of()
+    assert measured_from_s(log) == -math.inf
+    cut = Traffic(num_requests=100).apply(log)
+    assert any(row.turn for row in cut.requests[:20])
+    start_s, end_s = cut.requests[0].arrival_s, cut.requests[-1].arrival_s
+    from_s = measured_from_s(cut)
+    assert from_s == pytest.approx(start_s + 0.2 * (end_s - start_s))
+    missed = MissedTargets([Target.of("ttft_s.max<1")], 100, from_s)
+    late = record(from_s + 9.0, 1)
+    assert not missed(late)
+    late.arrival_s = from_s
+    assert missed(late)
 
 
 def test_a_drift_is_said_and_noise_is_not() -> None:

@@ -1,5 +1,6 @@
 """Simulations of a plan: cells with changed traffic, and worker processes that many searches share."""
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
@@ -8,20 +9,25 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 from scheduler_core.shell.processes import worker_processes
+from scheduler_core.simulator.metrics import summary
 from scheduler_core.simulator.planning.search import Search
 from scheduler_core.simulator.planning.targets import MissedTargets, Target
 from scheduler_core.simulator.planning.traffic import Traffic
+from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.sweep import Cell, CellStore, interrupts_blocked, simulate_cell
 from scheduler_core.simulator.trace import Trace, load_trace
 
 T = TypeVar("T")
 
+#: Part of the arrivals that is not measured if sessions are under way at the start, whose caches are cold.
+_WARM_UP = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class TrafficCell(Cell):
     """The simulation of a changed log. It stops when one of the targets is certainly missed; `metrics` are then those of the
-    requests so far, and `metrics.missed` is that target."""
+    requests so far, and `metrics.missed` is that target. Latencies are those of arrivals after `measured_from_s`."""
 
     traffic: Traffic
     targets: tuple[Target, ...] = ()
@@ -33,11 +39,31 @@ class TrafficCell(Cell):
     def simulate(self) -> SimulationResult:
         assert self.config.trace is not None
         trace = self.traffic.apply(read_log(self.config.trace))
-        missed = MissedTargets(self.targets, len(trace))
+        from_s = measured_from_s(trace)
+        missed = MissedTargets(self.targets, len(trace), from_s)
         result = run_simulation(self.config, trace=trace, is_decided=missed if self.targets else None)
+        records = [record for record in result.records if record.arrival_s >= from_s]
+        if from_s > -math.inf and records:
+            columns = request_columns(records)
+            result.metrics.update({name: summary(columns[name]) for name in LATENCIES})
+            if (with_target := has_slo(columns)).any():
+                result.metrics["slo_attainment"] = float(meets_slo(columns)[with_target].mean())
         if missed.missed is not None:
             result.metrics["missed"] = str(missed.missed)
         return result
+
+
+def measured_from_s(trace: Trace) -> float:
+    """Time from which arrivals are measured: after the warm-up if a session is under way at the start, which then would have
+    had a warm cache; else minus infinity."""
+    first: dict[str, int] = {}
+    for row in trace.requests:
+        if row.session_id is not None:
+            first.setdefault(row.session_id, row.turn)
+    if not any(first.values()):
+        return -math.inf
+    start_s, end_s = trace.requests[0].arrival_s, trace.requests[-1].arrival_s
+    return start_s + _WARM_UP * (end_s - start_s)
 
 
 @lru_cache(maxsize=2)

@@ -91,11 +91,13 @@ class MissedTargets:
     """Tells during a run whether a target can no longer be met, however the requests end that have not finished.
 
     With n requests, a quantile at level q is certainly above the bound if n - floor(q (n - 1)) finished requests are above it
-    (linear interpolation), a mean if their sum is above n times the bound. Gaps between all tokens (tbt_s) are not counted.
+    (linear interpolation), a mean if their sum is above n times the bound. Gaps between all tokens (tbt_s) are not counted,
+    nor are arrivals before `from_s`.
     """
 
-    def __init__(self, targets: Iterable[Target], num_requests: int) -> None:
+    def __init__(self, targets: Iterable[Target], num_requests: int, from_s: float = -math.inf) -> None:
         self._num = num_requests
+        self._from_s = from_s
         self._targets = [target for target in targets if target.head not in (COST, "tbt_s", "slowdown")]
         self._above = [0] * len(self._targets)
         self._sums = [0.0] * len(self._targets)
@@ -104,6 +106,8 @@ class MissedTargets:
 
     def __call__(self, record: RequestRecord) -> bool:
         """Counts a finished request; returns whether a target is missed."""
+        if record.arrival_s < self._from_s:
+            return False
         for index, target in enumerate(self._targets):
             if target.at_least:
                 self._above[index] += not _meets_slo(record)
