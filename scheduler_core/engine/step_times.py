@@ -1,6 +1,5 @@
 """Step times of a running engine: an online fit of the simulator's model classes, of which the best one is used."""
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,8 +11,8 @@ _FADE = 0.999
 _REFIT_STEPS = 16
 #: A class is used instead of the linear one if its error is at most this fraction of the linear one's.
 _BETTER = 0.95
-#: A step time counts up to so many mean errors from the predicted one, after the first steps.
-_OUTLIER, _MIN_STEPS = 5.0, 32
+#: A step counts at most as this multiple of the predicted time, after the first steps: others are pauses of the process.
+_PAUSE, _MIN_STEPS = 3.0, 32
 #: Sides of tiles, and numbers of tokens up to which reading the weights takes longer than computing.
 _SIDES, _KNEES = (64, 128, 256), (64, 96, 128, 192, 256, 384)
 #: Terms of each class besides those of `LinearStepTime` (1, P, D, C), as positions in `_features`.
@@ -23,13 +22,15 @@ CLASSES: dict[str, tuple[int, ...]] = {
     **{f"staircase {side}": (4, 5 + number) for number, side in enumerate(_SIDES)},
     **{f"roofline {knee}": (4, 5 + len(_SIDES) + number) for number, knee in enumerate(_KNEES)},
 }
-_TERMS = [(0, 1, 2, 3, *more) for more in CLASSES.values()]
-#: Prior, in the units of `_features`: `LinearStepTime`, and none of the other terms. It counts as two steps.
+_TERMS = [[0, 1, 2, 3, *more] for more in CLASSES.values()]
+#: Prior, in the units of `_features`: `LinearStepTime`, and none of the other terms. It counts as a twentieth of a step.
 _PRIOR = np.array([0.017, 0.055, 5.5e-5, 0.0137, 0.0, *[0.0 for _ in (*_SIDES, *_KNEES)]])
 _PRIOR_SCALES = np.array(
     [0.017, 0.055, 5.5e-5, 0.0137, 0.01, *[0.005 for _ in _SIDES], *[0.1 for _ in _KNEES]]
 )
-_PRIOR_STEPS = 2.0
+_PRIOR_STEPS = 0.05
+#: A coefficient is 0 if no more than this, in seconds per step of its usual size, is gained by it.
+_MIN_GAIN = 1e-9
 
 Vector = NDArray[np.float64]
 #: First token and number of tokens of a chunk of a prompt.
@@ -49,6 +50,31 @@ def _features(chunks: Iterable[Chunk], num_decodes: int, context_tokens: float) 
     return np.array([*linear, *tiles, *computed])
 
 
+def _nonnegative(gram: Vector, response: Vector, start: Vector) -> Vector:
+    """The x >= 0 with the smallest x^T gram x / 2 - response^T x, by the active-set method of Lawson and Hanson (1974), from
+    the feasible x `start`."""
+    x, scale = start.copy(), np.sqrt(np.diag(gram))
+    is_free = x > 0.0
+    for _ in range(3 * len(x)):
+        while is_free.any():
+            free = np.flatnonzero(is_free)
+            solution = np.linalg.solve(gram[np.ix_(free, free)], response[free])
+            if solution.min() > 0.0:
+                x[free] = solution
+                break
+            before = x[free]
+            shrinking = solution <= 0.0
+            ratios = before[shrinking] / np.maximum(before[shrinking] - solution[shrinking], 1e-300)
+            x[free] = before + ratios.min() * (solution - before)
+            is_free[free[shrinking][ratios == ratios.min()]] = False
+            x[~is_free] = 0.0
+        gain = np.where(is_free, 0.0, (response - gram @ x) / scale)
+        if gain.max() <= _MIN_GAIN:
+            break
+        is_free[gain.argmax()] = True
+    return x
+
+
 class StepTimes:
     """Least squares of the step time for several classes of models. In use is the one whose predictions before each step have
     the smallest error, and the linear one unless another is 5 % better.
@@ -66,9 +92,8 @@ class StepTimes:
         size = len(_PRIOR)
         self._gram, self._response = np.zeros((size, size)), np.zeros(size)
         self._coefficients = np.zeros((len(CLASSES), size))
-        #: Sums over the last steps: errors of each class without outliers, errors of the class in use, and weights.
+        #: Sums of the errors of each class over the last steps.
         self._errors = np.zeros(len(CLASSES))
-        self._deviation = self._weight = 0.0
         self._num_steps = self._num_new = 0
         self._best = 0
         self._fit()
@@ -84,22 +109,16 @@ class StepTimes:
         """Adds a step of `step_s` seconds; `context_tokens` are those of all its decodes."""
         x = _features(chunks, num_decodes, context_tokens)
         if self._num_steps >= _MIN_STEPS:
-            step_s = self._without_outlier(step_s, self._coefficients @ x)
+            predicted = self._coefficients @ x
+            if predicted[self._best] > 0.0:
+                step_s = min(step_s, _PAUSE * float(predicted[self._best]))
+            self._errors = _FADE * self._errors + np.abs(predicted - step_s)
         self._gram = _FADE * self._gram + np.outer(x, x)
         self._response = _FADE * self._response + step_s * x
         self._num_steps += 1
         self._num_new += 1
         if self._num_new >= min(_REFIT_STEPS, self._num_steps / 2):
             self._fit()
-
-    def _without_outlier(self, step_s: float, predicted: Vector) -> float:
-        """Adds the errors of the predictions of each class; the step time, or a nearer one if it is an outlier."""
-        errors, best = np.abs(predicted - step_s), predicted[self._best]
-        limit = _OUTLIER * self._deviation / self._weight if self._weight > _MIN_STEPS else math.inf
-        self._errors = _FADE * self._errors + np.minimum(errors, limit)
-        self._deviation = _FADE * self._deviation + float(errors[self._best])
-        self._weight = _FADE * self._weight + 1.0
-        return float(min(max(step_s, best - limit), best + limit))
 
     def batch_s(self, chunks: Iterable[Chunk], num_decodes: int, context_tokens: float) -> float:
         """Seconds of a step with this content."""
@@ -110,13 +129,6 @@ class StepTimes:
         scale = _PRIOR_STEPS * (_PRIOR[0] / _PRIOR_SCALES) ** 2
         gram, response = self._gram + np.diag(scale), self._response + scale * _PRIOR
         for row, terms in zip(self._coefficients, _TERMS, strict=True):
-            row[:] = 0.0
-            remaining = [*terms]
-            while True:  # without the terms whose coefficient would be negative
-                solution = np.linalg.solve(gram[np.ix_(remaining, remaining)], response[remaining])
-                if len(remaining) == 1 or solution.min() >= 0.0:
-                    break
-                del remaining[int(solution.argmin())]
-            row[remaining] = np.maximum(solution, 0.0)
+            row[terms] = _nonnegative(gram[np.ix_(terms, terms)], response[terms], row[terms])
         best = int(self._errors.argmin())
         self._best = best if self._errors[best] <= _BETTER * self._errors[0] else 0
