@@ -48,9 +48,12 @@ class RequestLog:
     warnings: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def report(self) -> int:
-        """Logs how many rows were left out as the last line; returns the exit code, see `report_left_out`."""
-        return report_left_out(self.left_out, len(self.trace) + self.left_out.total())
+    def report(self, num_refused: int) -> int:
+        """Logs how many rows were left out as the last line, with requests that the recommended engine refuses; returns the exit
+        code, see `report_left_out`."""
+        num = len(self.trace) + self.left_out.total()
+        refused = {"too large for the KV cache": num_refused} if num_refused else {}
+        return report_left_out(self.left_out + Counter(refused), num)
 
 
 def read_requests(log: str, config: PlanConfig, scratch: Path) -> RequestLog:

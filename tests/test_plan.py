@@ -20,7 +20,12 @@ from tailcast.cli import main
 from tests.scheduler_core.helpers import trace_row
 
 Captured = pytest.CaptureFixture[str]
-LINEAR: dict[str, Any] = {"base_s": 0.01, "per_prefill_token_s": 2e-5, "per_decode_s": 2e-4, "per_context_token_s": 0.0}
+LINEAR: dict[str, Any] = {
+    "base_s": 0.01,
+    "per_prefill_token_s": 2e-5,
+    "per_decode_s": 2e-4,
+    "per_context_token_s": 0.0,
+}
 BLOCKS, SEQS = 4000, 32
 
 
@@ -98,12 +103,18 @@ def test_a_log_of_30_seconds_is_refused_with_the_length_that_is_enough(
     engine: str, tmp_path: Path, capsys: Captured
 ) -> None:
     log = log_of(tmp_path / "log.parquet", 60, 2.0)
-    assert typed(f"{log} {engine} --target 'ttft_s.p99<2' --json {tmp_path}/plan.json") == 3
+    line = f"{log} {engine} --target 'ttft_s.p99<2' --cells {tmp_path}/out --json {tmp_path}/plan.json"
+    assert typed(line) == 3
     [reason, *_] = read(tmp_path / "plan.json")["unreliable"]
     assert reason.startswith(
         "ttft_s.p99 needs a log of at least 1,000 requests, which is 9 minutes at its rate"
     )
     assert capsys.readouterr().out.startswith(f"Not reliable: {reason}")
+    first = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/cells").iterdir()}
+    content = read(tmp_path / "plan.json")
+    assert typed(f"{line} --overwrite true") == 3
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out/cells").iterdir()} == first
+    assert read(tmp_path / "plan.json")["answer"] == content["answer"]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +229,24 @@ def test_from_agent_sessions_to_a_recommendation(engine: str, tmp_path: Path, ca
     assert plan["log"]["rate_rps"] == pytest.approx(10, rel=0.1)
     hits = plan["answer"]["metrics"]["prefix_hit_fraction"]
     assert hits > 0.5
+
+
+@pytest.mark.slow
+def test_goodput_disaggregation_and_parallelism_of_a_data_sheet(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log.parquet", 500, 60.0)
+    line = f"{log} --model llama-3-8b --gpus a100=2,l40s=1 --tensor_parallel [1,2] --target 'goodput>0.95' --ttft_slo_s 1"
+    line += f" --tbt_slo_s 0.2 --prefill_fractions [0,0.5] --routers [jsq,round_robin] --json {tmp_path}/plan.json"
+    assert typed(f"{line} --report {tmp_path}/plan.html --workers 2 --what_if outputs=2+traffic=1.2") in (
+        0,
+        3,
+    )
+    plan = read(tmp_path / "plan.json")
+    assert plan["answer"]["metrics"]["slo_attainment"] > 0.95
+    assert plan["answer"]["error_band"]["basis"] in ("measured", "propagated")
+    assert {one["gpu"] for one in plan["candidates"]} <= {"a100", "l40s"}
+    prices = [one["price_per_hour"] for one in plan["candidates"]]
+    assert prices == sorted(prices)
+    assert "goodput is" in plan["text"]
 
 
 @pytest.mark.slow

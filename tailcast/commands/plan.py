@@ -69,7 +69,7 @@ def _plan(config: PlanCommandConfig) -> int:
     sys.stdout.write("\n".join(lines_of(content)) + "\n")
     for warning in (*content["warnings"].values(), *requests.warnings):
         log.warning(warning)
-    code = requests.report()
+    code = requests.report(content["log"]["num_refused"])
     return CHECK_FAILED if content["unreliable"] else code
 
 

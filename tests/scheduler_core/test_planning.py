@@ -226,7 +226,7 @@ def plan(**options: Any) -> PlanConfig:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"gpus": "h100=2"}, "gpus"),
+        ({"gpus": "h1=2"}, "gpu"),
         ({"gpus": "h100-80gb"}, "gpus"),
         ({"gpus": "h100-80gb=-1"}, "gpus.h100-80gb"),
         ({"gpus": {}}, "gpus"),

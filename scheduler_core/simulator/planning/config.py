@@ -11,7 +11,7 @@ from scheduler_core.routing import ROUTERS
 from scheduler_core.simulator.config import MAX_REPLICAS, MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.planning.choices import Choice, parse_prices
 from scheduler_core.simulator.planning.targets import COST, Target, parse_targets
-from scheduler_core.simulator.step_time.deployment import GPUS
+from scheduler_core.simulator.step_time.deployment import find_gpu
 from scheduler_core.simulator.sweep import MAX_PROCESSES
 from scheduler_core.simulator.trace import MAX_TIME_S
 
@@ -116,7 +116,7 @@ class PlanConfig:
             raise InputError("model, step_time_parameters", (None, None), "at least one of them")
         if self.step_time_parameters is None:
             for gpu in prices:
-                check_choice("gpus", gpu, GPUS)
+                find_gpu(gpu)
         elif len(prices) > 1 or self.num_kv_blocks is None:
             allowed = "one kind and its number of blocks, with step_time_parameters (a calibration)"
             raise InputError("gpus, num_kv_blocks", (list(prices), self.num_kv_blocks), allowed)

@@ -103,10 +103,11 @@ def make_plan(
             "num_simulated": min(len(log), config.max_requests),
             "num_repeats": planner.num_repeats,
             "turnovers": turnovers,
+            "num_refused": metrics["num_refused"],
         },
         "answer": purchase,
         "unreliable": _unreliable(planner, purchase, turnovers, span_s, best.curve[1.0]["warnings"]),
-        "warnings": _warnings(planner, metrics),
+        "warnings": _warnings(planner),
         "candidates": [
             _described(planner, one) | {"curve": _curve(one), "sizes": points}
             for one, points in zip(finished, larger, strict=True)
@@ -202,7 +203,7 @@ def _unreliable(
     return reasons
 
 
-def _warnings(planner: Planner, metrics: Mapping[str, Any]) -> dict[str, str]:
+def _warnings(planner: Planner) -> dict[str, str]:
     """What may mislead in the recommendation, by kind."""
     warnings: dict[str, str | None] = {"drift": drift(planner.log), "trace": planner.log.problem}
     num = len(planner.log)
@@ -217,10 +218,6 @@ def _warnings(planner: Planner, metrics: Mapping[str, Any]) -> dict[str, str]:
         warnings["orders"] = (
             f"not simulated, because the log has no prompts to predict lengths from: {', '.join(skipped)}; "
             "--predictor oracle assumes true lengths"
-        )
-    if metrics["num_refused"]:
-        warnings["refused"] = (
-            f"{metrics['num_refused']} requests are too large for the KV cache and were left out"
         )
     return {kind: text for kind, text in warnings.items() if text}
 
