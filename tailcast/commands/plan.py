@@ -58,6 +58,7 @@ def _plan(config: PlanCommandConfig) -> int:
         store = CellStore(folder / "cells")
         path = folder / f"log-{requests.trace.fingerprint()[:12]}.parquet"
         write_trace(requests.trace, path)
+        read_log.cache_clear()  # the same log may have other predictions now
         bar = progress_bar(None, "run", enabled=None, desc="planning")
         with bar, Simulations(store, config.num_workers, bar.update) as simulations:
             content = make_plan(config, read_log(str(path)), str(path), simulations, bar.set_description_str)
