@@ -20,7 +20,7 @@ T = TypeVar("T")
 #: Share of a deadline after which a late part is left out; the rest is for the answer itself.
 SHARE = 0.9
 #: Deadlines for which a part that was late is not asked.
-PAUSE = 10
+PAUSE = 2
 LATE = "late"
 #: Codes of errors of a service whose texts are no request's.
 _PUBLIC_CODES = frozenset({"UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
@@ -50,10 +50,14 @@ class Parts:
         A part that has not answered after `SHARE` of `timeout_s` is late, if another one has: it is cancelled, and not
         asked for the next `PAUSE` times `timeout_s`, so that it does not delay each request. None: all are waited for.
         """
+        tasks: dict[str, asyncio.Future[T]] = {}
         asked = self._asked(timeout_s)
-        tasks = {name: asyncio.ensure_future(calls[self.names.index(name)]()) for name in asked}
+        paused = [name for name in self.names if name not in asked]
         try:
-            await _wait(list(tasks.values()), timeout_s)
+            for names in (asked, paused):  # the paused ones only if no other part answers
+                if names and not any(map(_has_result, tasks.values())):
+                    tasks |= {name: asyncio.ensure_future(calls[self.names.index(name)]()) for name in names}
+                    await _wait([tasks[name] for name in names], timeout_s)
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -75,13 +79,13 @@ class Parts:
         return MissingPart(name, reason)
 
     def _asked(self, timeout_s: float | None) -> list[str]:
-        """The parts that are not paused; all of them if all are. The first request after a pause is the only one for another."""
+        """The parts that are not paused. The first request after a pause is the only one that asks for another pause."""
         now = self._clock()
         asked = [name for name in self.names if self._resume_s.get(name, now) <= now]
         for name in asked:
             if name in self._resume_s:
                 self._resume_s[name] = now + PAUSE * max(timeout_s or 0.0, self._shortest_s)
-        return asked or list(self.names)
+        return asked
 
     def _result(self, name: str, task: asyncio.Future[Any] | None, timeout_s: float | None) -> Any:
         """The result or the error of a call; a missing part if it was late, or not asked (None)."""

@@ -156,6 +156,16 @@ async def test_after_a_pause_one_request_asks_the_late_part() -> None:
     assert parts[1].num_calls == 2
 
 
+async def test_a_paused_part_is_asked_if_the_other_fails() -> None:
+    parts = [Part(LENGTH, is_open=False), Part(URGENCY)]
+    joint = joined(*parts)
+    await joint.predict([request()], timeout_s=0.01)
+    parts[0].is_open, parts[1].error = True, Unavailable("gone")
+    [prediction] = await joint.predict([request()], timeout_s=0.01)
+    assert prediction.length == LENGTH.length
+    assert prediction.missing == (MissingPart("urgency", "gone"),)
+
+
 async def test_without_an_answer_the_deadline_is_the_callers() -> None:
     parts = [Part(LENGTH, is_open=False), Part(URGENCY, is_open=False)]
     waiting = asyncio.create_task(joined(*parts).predict([request()], timeout_s=0.001))
