@@ -115,12 +115,12 @@ class TritonPythonModel:
         body = self.parsed(f"options[{number}]", options, dict) if options else {}
         if text and messages:
             raise ValueError(f"text, messages[{number}]: got both; allowed: one of them")
-        given = (
+        prompt = (
             {"messages": self.parsed(f"messages[{number}]", messages, list)} if messages else {"prompt": text}
         )
-        if given.keys() & body.keys() or self.read_request(body).has_prompt:
+        if prompt.keys() & body.keys() or self.read_request(body).has_prompt:
             raise ValueError(f"options[{number}]: got a prompt; allowed: no prompt, which is another input")
-        request = self.read_request(body | given)
+        request = self.read_request(body | prompt)
         if request.model or request.temperature is not None or request.max_tokens is not None:
             allowed = "options without the model and the temperature, which are other inputs, and without a limit, which changes no output"
             raise ValueError(f"options[{number}]: got {sorted(body)}; allowed: {allowed}")

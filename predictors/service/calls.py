@@ -141,12 +141,12 @@ class PredictorCalls:
             other.reader.check(request)
         calls = [functools.partial(served[0].predict, checked, deadline=deadline)]
         calls += [functools.partial(self._part, other, request, deadline, method) for other in served[1:]]
-        answers = await parts.ask(calls, None if deadline is None else deadline - time.monotonic())
-        for artifact, answer in zip(served, answers, strict=True):
-            if isinstance(answer, MissingPart):
+        outcomes = await parts.ask(calls, None if deadline is None else deadline - time.monotonic())
+        for artifact, outcome in zip(served, outcomes, strict=True):
+            if isinstance(outcome, MissingPart):
                 artifact.metrics.missing.inc()
-        results = [answer for answer in answers if isinstance(answer, PipelineResult)]
-        prediction = merged([each if isinstance(each, MissingPart) else each.prediction for each in answers])
+        results = [each for each in outcomes if isinstance(each, PipelineResult)]
+        prediction = merged([each if isinstance(each, MissingPart) else each.prediction for each in outcomes])
         return results[0]._replace(prediction=prediction, cached=all(result.cached for result in results))
 
     async def _part(

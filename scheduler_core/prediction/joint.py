@@ -51,10 +51,10 @@ class Parts:
         asked for the next `PAUSE` times `timeout_s`, so that it does not delay each request. None: all are waited for.
         """
         tasks: dict[str, asyncio.Future[T]] = {}
-        asked = self._asked(timeout_s)
-        paused = [name for name in self.names if name not in asked]
+        active = self._active(timeout_s)
+        paused = [name for name in self.names if name not in active]
         try:
-            for names in (asked, paused):  # the paused ones only if no other part answers
+            for names in (active, paused):  # the paused ones only if no other part answers
                 if names and not any(map(_has_result, tasks.values())):
                     tasks |= {name: asyncio.ensure_future(calls[self.names.index(name)]()) for name in names}
                     await _wait([tasks[name] for name in names], timeout_s)
@@ -64,8 +64,8 @@ class Parts:
         results: list[T | MissingPart | BaseException] = [
             self._result(name, tasks.get(name), timeout_s) for name in self.names
         ]
-        answers = [each for each in results if not isinstance(each, MissingPart | BaseException)]
-        if not answers:
+        present = [each for each in results if not isinstance(each, MissingPart | BaseException)]
+        if not present:
             raise next(each for each in results if isinstance(each, BaseException))
         return [
             self.missing(number, each) if isinstance(each, BaseException) else each
@@ -78,14 +78,14 @@ class Parts:
         self._log(name, reason)
         return MissingPart(name, reason)
 
-    def _asked(self, timeout_s: float | None) -> list[str]:
+    def _active(self, timeout_s: float | None) -> list[str]:
         """The parts that are not paused. The first request after a pause is the only one that asks for another pause."""
         now = self._clock()
-        asked = [name for name in self.names if self._resume_s.get(name, now) <= now]
-        for name in asked:
+        active = [name for name in self.names if self._resume_s.get(name, now) <= now]
+        for name in active:
             if name in self._resume_s:
                 self._resume_s[name] = now + PAUSE * max(timeout_s or 0.0, self._shortest_s)
-        return asked
+        return active
 
     def _result(self, name: str, task: asyncio.Future[Any] | None, timeout_s: float | None) -> Any:
         """The result or the error of a call; a missing part if it was late, or not asked (None)."""

@@ -170,7 +170,7 @@ UNREADABLE: list[tuple[dict[str, str], str]] = [
 ]
 
 
-def test_what_cannot_be_read_is_an_error_of_its_request_alone(
+def test_what_cannot_be_read_is_an_error_of_its_request_by_itself(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = backend_of(folder, tmp_path / "models", monkeypatch)
@@ -187,12 +187,14 @@ def test_what_cannot_be_read_is_an_error_of_its_request_alone(
 
 def test_the_repository_has_all_that_reads_requests(repository: Path) -> None:
     """In a process without tailcast; numpy is there."""
-    places = [str(repository / "tailcast" / "1"), str(Path(np.__file__).parents[1])]
+    folders = [str(repository / "tailcast" / "1"), str(Path(np.__file__).parents[1])]
     read = "from scheduler_core.prediction.api_request import read_request as read; print(read.__code__.co_filename)"
-    code = f"import sys; sys.path += {places!r}; {read}; print(read({{'messages': {CHAT!r}, 'n': 3}}).text())"
+    code = (
+        f"import sys; sys.path += {folders!r}; {read}; print(read({{'messages': {CHAT!r}, 'n': 3}}).text())"
+    )
     command = [sys.executable, "-I", "-S", "-c", code]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout.split()
-    assert output[0].startswith(places[0])
+    assert output[0].startswith(folders[0])
     assert output[1] == "sea"
 
 
@@ -280,7 +282,7 @@ def is_ready(port: int) -> bool:
 
 
 @pytest.mark.slow
-def test_real_triton_answers_tritonclient(server: tuple[int, int], folder: Path) -> None:
+def test_real_triton_responds_tritonclient(server: tuple[int, int], folder: Path) -> None:
     client = tritonclient.InferenceServerClient(f"127.0.0.1:{server[1]}")
     types = {"text": "BYTES", "served_model": "INT64", "temperature": "FP32"}
     inputs = []

@@ -69,7 +69,7 @@ def has_both(response: pb.PredictResponse) -> bool:
     return not response.missing
 
 
-async def test_one_endpoint_answers_with_both_heads(address: str) -> None:
+async def test_one_endpoint_responds_with_both_heads(address: str) -> None:
     async def ask(server: Any, grpc_address: str) -> None:
         async with grpc.aio.insecure_channel(grpc_address) as channel:
             stub = fakes.Stub(channel)
@@ -82,8 +82,8 @@ async def test_one_endpoint_answers_with_both_heads(address: str) -> None:
             assert list(metadata.artifact_ids) == ["tiny", "level"]
             assert list(metadata.urgency_levels) == ["now", "soon", "late"]
             assert metadata.abstain_threshold == 0.1
-            alone = await stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="level"))
-            assert (alone.artifact_id, alone.HasField("mu"), alone.HasField("urgency")) == (
+            single = await stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="level"))
+            assert (single.artifact_id, single.HasField("mu"), single.HasField("urgency")) == (
                 "level",
                 False,
                 True,
@@ -128,7 +128,7 @@ async def test_the_order_of_the_parts_does_not_matter_and_shared_parts_load_once
         open_sources(config(f"{artifact_folder}+{level_folder}", more_artifacts=more))
 
 
-async def test_either_part_is_reloaded_alone(tmp_path: Path) -> None:
+async def test_either_part_is_reloaded_by_itself(tmp_path: Path) -> None:
     write_artifact(tmp_path / "tiny" / "1")
     write_rich_artifact(tmp_path / "level" / "1", heads=("urgency",), artifact_id="level")
     for name in ("tiny", "level"):
@@ -168,7 +168,7 @@ def runtimes(failing: str, artifact_folder: Path, level_folder: Path, **options:
 
 
 @pytest.mark.parametrize(("failing", "other"), PARTS)
-async def test_the_service_answers_without_a_failing_part(
+async def test_the_service_responds_without_a_failing_part(
     artifact_folder: Path, level_folder: Path, failing: str, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = runtimes(failing, artifact_folder, level_folder, num_failures=2)
@@ -197,7 +197,7 @@ async def test_the_service_fails_if_both_parts_fail(artifact_folder: Path, level
 
 
 @pytest.mark.parametrize("late", ["tiny", "level"])
-async def test_the_service_answers_without_a_late_part_before_the_deadline(
+async def test_the_service_responds_without_a_late_part_before_the_deadline(
     artifact_folder: Path, level_folder: Path, late: str
 ) -> None:
     parts = runtimes(late, artifact_folder, level_folder, is_open=False)
@@ -261,7 +261,7 @@ def break_runs(
 
 
 @pytest.mark.parametrize(("failing", "other"), PARTS)
-async def test_the_predictor_in_this_process_answers_without_a_failing_part(
+async def test_the_predictor_in_this_process_responds_without_a_failing_part(
     address: str, monkeypatch: pytest.MonkeyPatch, failing: str, other: str
 ) -> None:
     break_runs(monkeypatch, failing)
@@ -277,7 +277,7 @@ async def test_the_predictor_in_this_process_answers_without_a_failing_part(
     assert essay.urgency is not None
 
 
-async def test_the_service_in_this_process_answers_with_both_heads(address: str) -> None:
+async def test_the_service_in_this_process_responds_with_both_heads(address: str) -> None:
     """As a replica of Ray Serve opens it."""
     async with InProcessPredictor(address) as predictor:
         [prediction] = await predictor.predict([SEA])
@@ -354,7 +354,7 @@ def test_a_file_counts_the_predictions_without_a_part(
     ("policy", "failing", "fault"),
     [("sept", "level", "fails"), ("hpjf", "tiny", "fails"), ("sept", "level", "late")],
 )
-async def test_the_proxy_orders_by_the_part_that_answers(
+async def test_the_proxy_orders_by_the_part_that_responds(
     address: str, monkeypatch: pytest.MonkeyPatch, policy: str, failing: str, fault: str
 ) -> None:
     options: dict[str, Any] = {"engine": "vllm", "policy": policy, "predictor": address}

@@ -253,17 +253,17 @@ async def test_tritonclient_works_unchanged(addresses: dict[str, str], kind: str
     command = [sys.executable, "-c", TRITON, kind, addresses[kind], json.dumps(PROMPTS)]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["ready"] == [True, True, True, False]
-    assert seen["inputs"][0] == "prompt"
+    output = json.loads(done.stdout.splitlines()[-1])
+    assert output["ready"] == [True, True, True, False]
+    assert output["inputs"][0] == "prompt"
     rows = [expected_rich(prompt, 0, 0.5) for prompt in PROMPTS]
     for name in ("mu", "urgency"):
-        for values in seen[name]:
+        for values in output[name]:
             np.testing.assert_allclose(values, [row[name] for row in rows], rtol=1e-5)
-    assert "other" in seen["error"]
+    assert "other" in output["error"]
     for name, message in oip.DESCRIPTOR.message_types_by_name.items():  # our messages are the protocol's
         ours = {field.name: [field.number, field.type, field.is_repeated] for field in message.fields}
-        assert ours == seen["fields"][name], name
+        assert ours == output["fields"][name], name
 
 
 def test_tritonclient_and_ours_live_in_one_process() -> None:
@@ -334,16 +334,16 @@ async def test_conversations_and_options_are_read_as_over_http(tmp_path: Path, k
         command = [sys.executable, "-c", CONVERSATIONS, kind, ports[kind], json.dumps(BODIES)]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        seen = json.loads(done.stdout.splitlines()[-1])
-        answers = []
+        output = json.loads(done.stdout.splitlines()[-1])
+        responses = []
         async with aiohttp.ClientSession(f"http://{ports['http']}") as http:
             for body in BODIES:
                 async with http.post("/v1/predict", json=body) as response:
-                    answers.append(await response.json())
+                    responses.append(await response.json())
     for name in ("mu", "sigma"):
-        np.testing.assert_allclose(seen[name], [answer[name] for answer in answers], rtol=1e-6)
-    assert len(set(seen["mu"])) == len(BODIES)
-    assert max(seen["with parameters"][0]) <= 7
+        np.testing.assert_allclose(output[name], [response[name] for response in responses], rtol=1e-6)
+    assert len(set(output["mu"])) == len(BODIES)
+    assert max(output["with parameters"][0]) <= 7
 
 
 CHAT = json.dumps([{"role": "user", "content": "sea"}])

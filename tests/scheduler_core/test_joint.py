@@ -75,7 +75,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("error", "reason"), REASONS)
 @pytest.mark.parametrize("failing", [0, 1])
-async def test_the_other_part_answers_and_the_failure_is_named_and_logged_once(
+async def test_the_other_part_responds_and_the_failure_is_named_and_logged_once(
     failing: int, error: Exception, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = [Part(LENGTH), Part(URGENCY)]
@@ -107,7 +107,7 @@ async def test_a_request_that_one_part_refuses_costs_the_others_nothing() -> Non
     assert bad.missing == (MissingPart("urgency", "TailcastError"),)
 
 
-async def test_a_request_that_each_part_refuses_fails_alone() -> None:
+async def test_a_request_that_each_part_refuses_fails_by_itself() -> None:
     error, refused = TailcastError("no"), frozenset({"bad"})
     collector = AsyncPredictor(
         joined(Part(LENGTH, error, refused), Part(URGENCY, error, refused)), max_batch=8
@@ -156,7 +156,7 @@ async def test_after_a_pause_one_request_asks_the_late_part() -> None:
     assert parts[1].num_calls == 2
 
 
-async def test_a_paused_part_is_asked_if_the_other_fails() -> None:
+async def test_a_paused_part_is_called_if_the_other_fails() -> None:
     parts = [Part(LENGTH, is_open=False), Part(URGENCY)]
     joint = joined(*parts)
     await joint.predict([request()], timeout_s=0.01)
@@ -166,7 +166,7 @@ async def test_a_paused_part_is_asked_if_the_other_fails() -> None:
     assert prediction.missing == (MissingPart("urgency", "gone"),)
 
 
-async def test_without_an_answer_the_deadline_is_the_callers() -> None:
+async def test_without_an_response_the_deadline_is_the_callers() -> None:
     parts = [Part(LENGTH, is_open=False), Part(URGENCY, is_open=False)]
     waiting = asyncio.create_task(joined(*parts).predict([request()], timeout_s=0.001))
     done, _ = await asyncio.wait({waiting}, timeout=0.01)
