@@ -65,16 +65,23 @@ def sizes(planner: Planner, candidates: Sequence[Candidate]) -> list[list[dict[s
 
 
 def order_gain(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
-    """Every order at the same number of replicas, and the number that it needs."""
+    """Every order at the same number of replicas, with the load of the log and with the highest one of the curves, and the
+    number of replicas that it needs."""
+    highest = max(one.curve)
 
     def search(order: str) -> Search[dict[str, Any]]:
         choice = replace(one.choice, order=order)
-        [result] = yield [planner.cell(choice, one.num_replicas, Traffic(), stop=False)]
+        loads = (1.0, highest)
+        results = yield [
+            planner.cell(choice, one.num_replicas, Traffic(load=load), stop=False) for load in loads
+        ]
         best, _ = yield from planner.search_replicas(choice, one.num_replicas, Traffic())
+        metrics, beyond = (headline(result["metrics"]) for result in results)
         return {
             "order": order,
             "num_replicas": None if best is None else int(best["level"]),
-            "metrics": headline(result["metrics"]),
+            "metrics": metrics,
+            "highest_load": {"load": highest, "metrics": beyond},
         }
 
     return planner.run([search(order) for order in planner.orders()])

@@ -66,17 +66,21 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
         page.note("Latencies are those of the recommended replicas.")
     if len(content["orders"]) > 1:
         page.heading("Orders of the queue")
+        beyond = f"the same at a load of {content['orders'][0]['highest_load']['load']:.2f}"
         rows = [
             [
                 one["order"],
                 one["num_replicas"] or "more than allowed",
                 *(metric_text(name, _value(one["metrics"], name)) for name in names),
                 metric_text("ttlt_s.mean", one["metrics"]["ttlt_s"]["mean"]),
+                metric_text("ttlt_s.mean", one["highest_load"]["metrics"]["ttlt_s"]["mean"]),
             ]
             for one in content["orders"]
         ]
         page.table(
-            ["order", "replicas needed", *map(metric_name, names), "mean of end-to-end latency"], rows, {0}
+            ["order", "replicas needed", *map(metric_name, names), "mean of end-to-end latency", beyond],
+            rows,
+            {0},
         )
     if content["excluded"]:
         page.heading("Not chosen")

@@ -319,7 +319,11 @@ def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
     mean, other_mean = (one["metrics"]["ttlt_s"]["mean"] for one in (chosen, base))
     changes = max(abs(other / own - 1) if own else 0.0, abs(other_mean / mean - 1))
     if changes < 0.01 and base["num_replicas"] == chosen["num_replicas"]:
-        return [f"Order {base['order']} changes nothing at this load."]
+        beyond = [one["highest_load"]["metrics"]["ttlt_s"]["mean"] for one in (chosen, base)]
+        return [
+            f"Order {base['order']} changes nothing at this load; at {chosen['highest_load']['load']:.2f} times the load its mean "
+            f"end-to-end latency is {beyond[1]:.3g} s instead of {beyond[0]:.3g} s."
+        ]
     text = (
         f"With order {base['order']} the same replicas have {metric_name(target.metric)} {metric_text(target.metric, other)} "
         f"and a mean end-to-end latency of {other_mean:.3g} s instead of {metric_text(target.metric, own)} and {mean:.3g} s"
