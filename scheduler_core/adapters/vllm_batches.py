@@ -68,7 +68,7 @@ class VllmBlocks(KVCache):
             state.num_computed_tokens = computed = request.num_computed_tokens
             if request.num_output_placeholders:
                 state.last_token_s = now  # its latest token is still being computed
-            if computed + lookahead_tokens > state.kv_tokens or name in unallocated:
+            if computed + lookahead_tokens > state.kv_tokens - unallocated.get(name, 0) * size:
                 num_blocks, reserved = len(allocated.get(name, ())), held.get(name, 0)
                 held[name] = max(reserved, num_blocks)
                 state.kv_tokens = held[name] * size
