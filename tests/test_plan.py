@@ -71,12 +71,12 @@ def needed(log: Path, bound_s: float) -> int:
 
 
 @pytest.mark.parametrize(
-    "rate", [75.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (30.0, 160.0))]
+    "rate", [40.0, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (30.0, 160.0))]
 )
 def test_the_number_is_that_of_brute_force(
     rate: float, engine: str, tmp_path: Path, capsys: Captured
 ) -> None:
-    log = log_of(tmp_path / "log.parquet", 400, rate)
+    log = log_of(tmp_path / "log.parquet", max(400, int(8 * rate)), rate)
     line = f"{log} {engine} --target 'ttft_s.p90<0.3' --max_num_seqs [{SEQS}] --max_num_batched_tokens [2048]"
     line += f" --json {tmp_path}/plan.json --report {tmp_path}/plan.html --what_if failed_replicas=1"
     assert typed(line) == 0
@@ -133,6 +133,27 @@ def test_what_cannot_be_met_is_refused_with_the_closest(
     log = log_of(tmp_path / "log.parquet", 300, 20.0)
     assert typed(f"{log} {engine} {options}") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("outputs", "code", "message"),
+    [
+        ([5, 9], 3, "tpot_s.p50 needs a log of at least 20 requests"),
+        ([1, 1], 2, "metric: got 'tpot_s.p50'; allowed: "),
+        ([5], 2, "log.jsonl'; allowed: times of arrival; or a rate"),
+    ],
+)
+def test_tiny_logs(
+    outputs: list[int], code: int, message: str, engine: str, tmp_path: Path, capsys: Captured
+) -> None:
+    rows = [
+        {"request_id": str(at), "arrival_s": 3.0 * at, "prompt_tokens": 9, "output_tokens": num}
+        for at, num in enumerate(outputs)
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert typed(f"{tmp_path}/log.jsonl {engine} --target 'tpot_s.p50<0.5'") == code
+    output = capsys.readouterr()
+    assert message in output.out + output.err
 
 
 def test_from_an_openai_log_to_a_recommendation(engine: str, tmp_path: Path, capsys: Captured) -> None:

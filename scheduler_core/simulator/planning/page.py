@@ -8,7 +8,7 @@ import numpy as np
 
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import GRAY, color, mark_decades, new_figure, svg
-from scheduler_core.simulator.planning.plan import duration, lines_of, metric_name, metric_text, settings_text
+from scheduler_core.simulator.planning.plan import duration, metric_name, metric_text, settings_text
 from scheduler_core.simulator.planning.targets import COST, Target
 
 
@@ -88,8 +88,6 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
             ["hardware", "reason"], [[one["choice"], one["reason"]] for one in content["excluded"]], {0, 1}
         )
     page.heading("What this is based on")
-    for line in lines_of(content)[1:]:
-        page.note(line)
     page.note(
         f"Mean prompt {log['prompt_tokens']:.0f} and output {log['output_tokens']:.0f} tokens, {log['num_units']:,} independent "
         f"arrivals (sessions or single requests). {log['num_simulated']:,} requests were simulated in steady state "

@@ -10,6 +10,7 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_quantile
 from scheduler_core.policies import policy_class
+from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.planning.choices import Choice
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.search import Probe, Results, Search, probe_level, smallest_level
@@ -170,7 +171,10 @@ class Planner:
             for one in candidates
         ]
         results = self.run([only([cell]) for cell in cells])
-        turnovers = min(float(result["metrics"]["steady_state"]["turnovers"]) for [result] in results)
+        values = [result["metrics"]["steady_state"]["turnovers"] for [result] in results]
+        if None in values:
+            raise InputError("log", self.log.source, "requests that arrive at several times")
+        turnovers = min(map(float, values))
         if turnovers < MIN_TURNOVERS:
             self.num_repeats = math.ceil(1.2 * MIN_TURNOVERS / turnovers)
         return turnovers
@@ -283,11 +287,8 @@ def only(cells: Sequence[TrafficCell]) -> Search[Results]:
 
 
 def value_of(result: Mapping[str, Any], target: Target) -> float:
-    """The value of a target's metric."""
-    head, _, statistic = target.metric.partition(".")
-    value = result["metrics"][head]
-    number = value[statistic] if statistic else value
-    return float(number)
+    """The value of a target's metric; `InputError` if the run has none, such as a TPOT if all outputs have one token."""
+    return metric(result["metrics"], target.metric)
 
 
 def headline(metrics: Mapping[str, Any]) -> dict[str, Any]:

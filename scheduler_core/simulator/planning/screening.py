@@ -139,7 +139,7 @@ def _search_share(planner: Planner, one: Candidate) -> Search[Candidate]:
     level, step = min(one.share or _FIRST_GUESS * one.saturation, 1.0), 1.3
     good = bad = None
     while good is None or (bad is None and good < 1.0):
-        if level < least:
+        if bad is not None and level < least:
             one.share = None
             return one
         if (yield from probe(level))["meets"]:
