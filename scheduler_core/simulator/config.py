@@ -104,7 +104,7 @@ class ClusterConfig:
     restart_s: float | None = None
     """Seconds until a failed replica serves again, with empty caches. Unset: startup_s."""
     max_retries: int = 2
-    """How often a request that was lost with its replica is sent again (2 is the default of OpenAI's clients); 0: it fails."""
+    """How often a request that was lost with its replica is sent again; 2 is the default of OpenAI's clients. 0: it fails."""
     retry_started: bool = True
     """Also send requests again of which the client may have had output tokens; false: they fail, as streams do."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scheduling import clusters
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.routing.base import ScaleIn, ScaleOut, Scaler
@@ -16,6 +17,7 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.failures import Failure, FailurePlan
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
+from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
@@ -300,6 +302,7 @@ def test_the_configuration_and_results_of_failures_and_slo_classes() -> None:
     classes = metrics["groups"]["slo"]
     assert set(classes) == {"", "ttft 5 s", "ttlt 60 s"}
     assert classes[""]["slo_attainment"] is None
+    assert metric(metrics, "groups.slo.ttft 5 s.goodput_rps") > 0, "targets of searches can name it"
     failed = [row for row in workload.trace(0).requests if row.request_id in result.failed]
     for name, field in (("ttft 5 s", "ttft_slo_s"), ("ttlt 60 s", "ttlt_slo_s")):
         num_failed = sum(getattr(row, field) is not None for row in failed)
@@ -315,6 +318,14 @@ def test_the_configuration_and_results_of_failures_and_slo_classes() -> None:
         SimulationConfig(workload=workload, cluster=ClusterConfig(failures=(Failure(at_s=1.0),)))
     )
     assert one.metrics["cluster"]["num_failures"] == 1
+
+
+def test_the_benchmark_prints_a_row_for_every_router_and_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    clusters.routers(12, range(1))
+    clusters.failures(12, range(1))
+    lines = capsys.readouterr().out.splitlines()
+    for name in clusters.ROUTERS:
+        assert sum(line.startswith(f"| {name} |") for line in lines) >= len(clusters.WORKLOADS)
 
 
 @pytest.mark.parametrize(
