@@ -251,6 +251,7 @@ class SimulatedReplica:
             step.end_s = self._run.end_s(steps)
             self._run.num_done += steps
         step.num_steps = steps
+        step.first_end_s = step.end_s  # until `_set_durations`, which a single step does not need
 
     def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float) -> list[float]:
         """End times of this step (`end_s`) and of the next ones, with another chunk of the same prompt each."""
