@@ -423,6 +423,7 @@ class Simulation:
             self._end_request(row, now)
             return
         self._rows[name] = row
+        self._outcome.request_seconds += now - row.arrival_s  # in the front end
         if self._dispatcher is None:
             (replica,) = self._replicas.values()
             replica.add(request, now)

@@ -120,7 +120,8 @@ def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Seque
         for name, value in settings.items():
             for part in JOINT.get(name, (name,)):
                 config = with_setting(config, part, value)
-        config.make_scheduler()
+        # Without a file of step times, which is read when a simulation starts.
+        replace(config, step_time_model=None, step_time_parameters={}).make_scheduler()
         scalars = {  # lists and mappings as JSON, for tables
             name: value if isinstance(value, str | int | float | None) else json.dumps(value, sort_keys=True)
             for name, value in settings.items()

@@ -218,6 +218,7 @@ def test_a_request_waits_for_the_step_under_way_and_the_one_planned(exact: bool)
     # It comes at 5.75; the step until 6.25 runs, that until 7.25 is planned, and its own ends at 8.25.
     assert second.first_token_s == pytest.approx(8.25)
     assert second.ttft_s == pytest.approx(2.75)
+    assert outcome.metrics["littles_law_error"] < 1e-9, "requests in the front end are in the system"
 
 
 def test_the_error_bands_are_there_for_every_region() -> None:
