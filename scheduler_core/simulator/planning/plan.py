@@ -22,7 +22,7 @@ from scheduler_core.simulator.planning.screening import candidates, screen, tune
 from scheduler_core.simulator.planning.simulations import Simulations
 from scheduler_core.simulator.planning.targets import Target
 from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
-from scheduler_core.simulator.steady_state import MIN_TURNOVERS
+from scheduler_core.simulator.steady_state import MAX_GROWTH, MIN_TURNOVERS
 from scheduler_core.simulator.step_time.accuracy import error_band, region_of
 from scheduler_core.simulator.trace import Trace
 
@@ -106,7 +106,7 @@ def make_plan(
             "num_refused": metrics["num_refused"],
         },
         "answer": purchase,
-        "unreliable": _unreliable(planner, purchase, turnovers, span_s, best.curve[1.0]["warnings"]),
+        "unreliable": _unreliable(planner, purchase, turnovers, span_s, best.curve[1.0]),
         "warnings": _warnings(planner),
         "candidates": [
             _described(planner, one) | {"curve": _curve(one), "sizes": points}
@@ -170,9 +170,9 @@ def _unreliable(
     purchase: Mapping[str, Any],
     turnovers: float,
     span_s: float,
-    warnings: Mapping[str, str],
+    result: Mapping[str, Any],
 ) -> list[str]:
-    """Why the recommendation cannot be relied on, with what is necessary; `warnings` are those of its simulation."""
+    """Why the recommendation cannot be relied on, with what is necessary; `result` is that of its simulation."""
     log, reasons = planner.log, []
     for target in planner.targets:
         if len(log) < target.min_requests:
@@ -195,7 +195,13 @@ def _unreliable(
             f"the log allows {low} to {high or f'more than {math.ceil(1.5 * num) + 1}'} replicas; one of about "
             f"{duration(span_s * factor)} would decide"
         )
-    reasons += [text for kind, text in warnings.items() if kind in ("region", "kv_cache")]
+    reasons += [text for kind, text in result["warnings"].items() if kind in ("region", "kv_cache")]
+    growth = result["metrics"]["steady_state"]["relative_growth"]
+    if planner.shares_prefixes and growth is not None and growth < -MAX_GROWTH:
+        advice = "a higher --max_requests" if len(log) > planner.config.max_requests else "a longer log"
+        reasons.append(
+            f"caches are cold at the start of the simulated part, so fewer replicas may be enough; use {advice}"
+        )
     if purchase["error_band"] and purchase["error_band"]["region"] == "overload":
         reasons.append(
             "the replicas are overloaded, where no engine was measured; targets of TTFT or of end-to-end latency avoid this"
