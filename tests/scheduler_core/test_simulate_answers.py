@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,8 @@ from scheduler_core.simulator.commands import calibrate
 from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_replicas
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
+from scheduler_core.simulator.measurements.sources import Source
+from scheduler_core.simulator.measurements.steps import StepMeasurement
 from scheduler_core.simulator.metrics import metric_bounds
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
@@ -342,22 +345,26 @@ def calibration(error: float, num_failed: int = 0) -> dict[str, Any]:
 @pytest.mark.mend  # Step times that were off by +298 % ended with INFO and exit code 0.
 @pytest.mark.parametrize(
     ("error", "num_failed", "options", "code"),
-    [(0.1, 0, "", 0), (2.98, 0, "", 3), (-0.6, 0, "", 3), (2.98, 0, "--max_error 4", 0), (0.1, 2, "", 0), (0.1, 20, "", 3), (math.nan, 0, "", 3)],
+    [(0.1, 0, "", 0), (2.98, 0, "", 3), (-0.6, 0, "", 3), (2.98, 0, "--max_error 4", 0), (0.1, 2, "", 0), (0.1, 40, "", 3), (math.nan, 0, "", 3)],
 )  # fmt: skip
 def test_a_calibration_that_does_not_describe_the_engine_fails(
     error: float, num_failed: int, options: str, code: int, tmp_path: Path, caplog: Caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    result = calibration(error if math.isfinite(error) else 0.0, num_failed)
-    if math.isnan(error):
-        result["held_out"] = result["held_out"] | {"error": {}}
-    monkeypatch.setattr(calibrate, "run_calibration", lambda *_, **__: result)
+    steps = [StepMeasurement(0.01 + 0.001 * decodes, decodes, 100.0 * decodes) for decodes in range(1, 29)]
+    left_out = Counter({"HTTP 503": num_failed}) if num_failed else Counter()
+    sources = [Source(name, steps, left_out=Counter(left_out)) for name in ("1 requests/s", "2 requests/s")]
+    monkeypatch.setattr(calibrate, "probe_engine", lambda *_, **__: sources)
+    errors = {} if math.isnan(error) else {"ttlt_s": error}
+    monkeypatch.setattr(calibrate, "load_error", lambda source, *_: {"name": source.name, "error": errors})
     command = f"calibrate --url http://127.0.0.1:9/v1 --served_model m --json {tmp_path}/c.json {options}"
     assert typed(command) == code
     levels = [record.levelname for record in caplog.records if record.levelno > logging.INFO]
     assert ("ERROR" in levels) == (code == 3)
-    assert bool(read(tmp_path / "c.json")["warnings"]) == (code == 3 and not num_failed)
+    warnings = read(tmp_path / "c.json")["warnings"]
+    assert any(kind.startswith("error") for kind in warnings) == (code == 3 and not num_failed)
     if num_failed:
-        assert f"left out {2 * num_failed} of 60 requests: {2 * num_failed} x HTTP 503" in caplog.messages[-1]
+        num = 2 * num_failed
+        assert f"left out {num} of {56 + num} rows: {num} x HTTP 503" in caplog.messages[-1]
 
 
 def test_a_calibration_is_used_by_its_path(short: Path, capsys: pytest.CaptureFixture[str]) -> None:

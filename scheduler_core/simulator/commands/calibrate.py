@@ -144,8 +144,8 @@ def run(config: EngineCalibrationConfig) -> int:
     write_json(target, {"schema": SCHEMA, **result})
     for name, text in result["summary"].items():
         logger.info("%s: %s", name, text)
-    for text in result["warnings"].values():
-        logger.warning("%s", text)
+    for kind, text in result["warnings"].items():
+        logger.log(logging.ERROR if kind.startswith("error") else logging.WARNING, "%s", text)
     left_out: Counter[str] = sum((source.left_out for source in sources), Counter())
     code = report_left_out(left_out, sum(source.num_rows for source in sources), "rows")
     return CHECK_FAILED if any(kind.startswith("error") for kind in result["warnings"]) else code
