@@ -254,8 +254,8 @@ def test_from_agent_sessions_to_a_recommendation(engine: str, tmp_path: Path, ca
 
 @pytest.mark.slow
 def test_goodput_disaggregation_and_parallelism_of_a_data_sheet(tmp_path: Path) -> None:
-    log = log_of(tmp_path / "log.parquet", 500, 60.0)
-    line = f"{log} --model llama-3-8b --gpus a100=2,l40s=1 --tensor_parallel [1,2] --target 'goodput>0.95' --ttft_slo_s 1"
+    log = log_of(tmp_path / "log.parquet", 1500, 90.0)
+    line = f"{log} --model llama-3-8b --gpus l40s=1 --tensor_parallel [1,2] --target 'goodput>0.95' --ttft_slo_s 1"
     line += f" --tbt_slo_s 0.2 --prefill_fractions [0,0.5] --routers [jsq,round_robin] --json {tmp_path}/plan.json"
     assert typed(f"{line} --report {tmp_path}/plan.html --workers 2 --what_if outputs=2+traffic=1.2") in (
         0,
@@ -264,10 +264,10 @@ def test_goodput_disaggregation_and_parallelism_of_a_data_sheet(tmp_path: Path) 
     plan = read(tmp_path / "plan.json")
     assert plan["answer"]["metrics"]["slo_attainment"] > 0.95
     assert plan["answer"]["error_band"]["basis"] in ("measured", "propagated")
-    assert {one["gpu"] for one in plan["candidates"]} <= {"a100", "l40s"}
+    assert {one["gpu"] for one in plan["candidates"]} == {"l40s"}
     prices = [one["price_per_hour"] for one in plan["candidates"]]
     assert prices == sorted(prices)
-    assert "goodput is" in plan["text"]
+    assert "Goodput is" in plan["text"]
 
 
 @pytest.mark.slow
@@ -275,9 +275,9 @@ def test_from_the_public_agent_sessions_to_a_recommendation(tmp_path: Path) -> N
     data = os.environ.get("DATA")
     if not data:
         pytest.skip("needs DATA, the folder of the public data sets")
-    line = f"{data}/traces/agent_sessions.parquet --rate 2 --model llama-3.1-8b --gpus h100-80gb=2.5 --target 'ttft_s.p90<5'"
-    assert typed(f"{line} --max_requests 3000 --json {tmp_path}/plan.json --report {tmp_path}/plan.html") in (
-        0,
-        3,
+    line = f"{data}/traces/agent_sessions.parquet --rate 2 --model gpt-oss-20b --gpus h200=3.5 --tensor_parallel [2]"
+    line += (
+        " --max_num_seqs [256] --max_num_batched_tokens [8192] --target 'ttft_s.p90<5' --max_requests 1000"
     )
+    assert typed(f"{line} --json {tmp_path}/plan.json --report {tmp_path}/plan.html") in (0, 3)
     assert read(tmp_path / "plan.json")["answer"]["num_replicas"] >= 1
