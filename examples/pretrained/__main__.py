@@ -99,9 +99,8 @@ def pretrained(config: PretrainedConfig) -> None:
     steps.export()
     if config.predictor == "minilm":
         steps.quantize()
-        training_text = training_sentences(
-            continued=previous is not None, distilled=config.teacher is not None
-        )
+        start = "checkpoint" if config.continued else "encoder" if previous else None
+        training_text = training_sentences(start=start, distilled=config.teacher is not None)
         steps.evaluate(steps.int8, ["--compare+", f"float32={out / 'artifact'}"], training_text)
     else:
         steps.evaluate(out / "artifact", [], "")

@@ -30,7 +30,22 @@ _BUILT = {
         "SmolLM2-135M-Instruct",
     ),
 }
-_CONTINUED = " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2."
+#: What training started from -> sentence, and the second teacher.
+_STARTS = {
+    "encoder": (
+        " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2.",
+        "the previous version",
+    ),
+    "checkpoint": (
+        " Training continued that of the previous version, on 40 % of the prompts and all that have options of reasoning or formats; "
+        "the first one had started from all-MiniLM-L6-v2.",
+        "an earlier version",
+    ),
+}
+_OPTIONS = (
+    " About 2,400 of the training prompts also come with several efforts of reasoning, budgets of thinking, verbosities or response formats. "
+    "Their lengths are the true ones times factors that few sets show, or follow the limits of the format (`examples.pretrained.options`)."
+)
 _DISTILLED = (
     " In addition to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of "
     "training prompts (distillation): {teachers}. 8,000 composed prompts ask for an amount of output (words, items, sentences, pages, "
@@ -134,11 +149,16 @@ def card(
     return text
 
 
-def training_sentences(*, continued: bool, distilled: bool) -> str:
-    """Sentences of the card on the training of tailcast-minilm: whether it continues that of the previous version, and
-    whether it learns a teacher's predictions, to which those of the previous version are then added."""
-    teachers = f"the weighted means of {_TEACHER} and of the previous version" if continued else _TEACHER
-    return (_CONTINUED if continued else "") + (_DISTILLED.format(teachers=teachers) if distilled else "")
+def training_sentences(*, start: str | None, distilled: bool) -> str:
+    """Sentences of the card on the training of tailcast-minilm.
+
+    Args:
+        start: What of an earlier version it started from: its encoder, its checkpoint, or nothing.
+        distilled: Whether it learns a teacher's predictions, to which those of the earlier version are then added.
+    """
+    sentence, second = _STARTS[start] if start else ("", "")
+    teachers = f"the weighted means of {_TEACHER} and of {second}" if start else _TEACHER
+    return sentence + (_DISTILLED.format(teachers=teachers) if distilled else "") + _OPTIONS
 
 
 def scores_table(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
