@@ -33,7 +33,9 @@ class EngineMetrics:
         for status in PredictionStatus:
             self.predictions.labels(status.value)
         self.urgency_levels = counter(
-            "urgency_levels", "Predicted urgency levels, 0 the most urgent; abstained: too uncertain.", "level"
+            "urgency_levels",
+            "Predicted urgency levels, 0 the most urgent; abstained: too uncertain.",
+            "level",
         )
         self.unscored_admissions = counter(
             "unscored_admissions", "Requests first admitted before their prediction arrived."
