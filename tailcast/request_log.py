@@ -90,8 +90,11 @@ def read_requests(log: str, config: PlanConfig, scratch: Path) -> RequestLog:
 
 
 def _is_trace(path: Path) -> bool:
-    rows = file_rows(path, "log", on_bad_row=lambda *_: None)
-    first = next(iter(islice(rows, 1)), None)
+    """Whether it is a table with the columns of a trace; not if it is none, such as one JSON object."""
+    try:
+        first = next(iter(islice(file_rows(path, "log", on_bad_row=lambda *_: None), 1)), None)
+    except InputError:
+        return False
     return first is not None and all(first[1].get(name) is not None for name in _TRACE)
 
 

@@ -182,6 +182,20 @@ def test_from_an_openai_log_to_a_recommendation(engine: str, tmp_path: Path, cap
     assert "end-to-end latency" in capsys.readouterr().out
 
 
+@pytest.mark.mend  # A result of `vllm bench serve` was refused, unless it was one line of a .jsonl file.
+def test_from_a_result_of_vllm_bench_serve(engine: str, tmp_path: Path, capsys: Captured) -> None:
+    num, rng = 400, np.random.default_rng(3)
+    starts = np.cumsum(rng.exponential(0.5, num)).tolist()
+    content = {
+        "backend": "vllm", "model_id": "m", "input_lens": [40] * num, "output_lens": [20] * num, "start_times": starts,
+        "ttfts": [0.05] * num, "itls": [[0.01] * 19] * num, "errors": [""] * num,
+    }  # fmt: skip
+    (tmp_path / "result.json").write_text(json.dumps(content, indent=1))
+    line = f"{tmp_path}/result.json {engine} --target 'ttft_s.p50<2' --json {tmp_path}/plan.json"
+    assert typed(line) in (0, 3)
+    assert read(tmp_path / "plan.json")["log"]["num_requests"] == num
+
+
 def test_a_log_of_prompts_gets_lengths_from_the_predictor(
     engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
