@@ -19,7 +19,8 @@ from scheduler_core.simulator.step_time.base import StepTime, StepWork
 
 FloatArray = NDArray[np.float64]
 
-#: Steps whose relative error exceeds this multiple of the median error are outliers and left out.
+#: Steps whose relative error exceeds this multiple of the median error are outliers and left out, but at most half of those with
+#: a prompt and half of the others: prompts are few, and decodes may fit so well that all prompts would be outliers.
 OUTLIER = 5.0
 #: Model -> its fitted parameters.
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -161,6 +162,7 @@ class _Points:
         self.measurements = _thinned(measurements, MAX_POINTS[name in SUMS])
         self.seconds = np.array([one.duration_s for one in self.measurements])
         self.weights = np.array([one.weight for one in self.measurements])
+        self._with_prompt = np.array([one.prefills > 0 for one in self.measurements])
         self._default = make_step_time(name, fixed)
         defaults = [getattr(self._default, one) for one in self.names]
         self._initial = np.array([0.5 if one is None else one for one in defaults], float)
@@ -201,7 +203,10 @@ class _Points:
         for _ in range(2):
             values = solve(values, regular)
             errors = np.abs(self.expected_s(values) - self.seconds) / self.seconds
-            regular = chosen & (errors <= OUTLIER * max(float(np.median(errors[chosen])), 1e-9))
+            limit = OUTLIER * max(float(np.median(errors[chosen])), 1e-9)
+            for kind in (chosen & self._with_prompt, chosen & ~self._with_prompt):
+                if kind.any():
+                    regular[kind] = errors[kind] <= max(limit, float(np.median(errors[kind])))
         if self.name != "roofline":
             weights = self.weights[chosen]
             total = float((weights * self.expected_s(values, chosen)).sum())
