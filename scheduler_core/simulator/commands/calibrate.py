@@ -207,12 +207,14 @@ def fitted_delays(
     config: EngineCalibrationConfig, sources: Sequence[Source], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The parameters `frontend_s` and `async_scheduling` with which the simulation has the most similar times to the first
-    token, for requests that wait no longer than half of them. Empty without requests, for a model that has no delays, and if
-    the configuration has one of them."""
+    token, for requests that only wait for the next steps, or the half that waits least. At which time of a step a request
+    comes differs between simulation and engine, so that a limit within a step would select short waits of the simulation
+    only. Empty without requests, for a model that has no delays, and if the configuration has one of them."""
     names, name = ("frontend_s", "async_scheduling"), config.step_time_model
     probes = [_complete(source.probes) for source in sources if source.probes]
     if name not in DELAYED or not any(probes) or any(one in config.step_time_parameters for one in names):
         return {}
+    longest_s = max([step.duration_s for step in _steps_of(sources)], default=0.0)
     choices = []
     for is_ahead in (False, True):
         step_time = make_step_time(name, {**parameters, "frontend_s": 0.0, "async_scheduling": is_ahead})
@@ -224,7 +226,7 @@ def fitted_delays(
                 simulated_s = record.first_token_s - record.arrival_s
                 rows.append((waited_s, probe.token_s[0] - probe.sent_s - simulated_s))
         waited, missing = np.array(rows).T
-        missing = missing[waited <= np.median(waited)]
+        missing = missing[waited <= max(2 * longest_s, float(np.median(waited)))]
         frontend_s = max(float(np.median(missing)), 0.0)
         choices.append((float(np.abs(missing - frontend_s).mean()), frontend_s, is_ahead))
     _, frontend_s, is_ahead = min(choices)
