@@ -60,7 +60,7 @@ class FailureSource:
         }
         #: How often a replica has joined or left; what was planned for one life does not concern the next.
         self._life = dict.fromkeys(self._rngs, 0)
-        #: (time, replica, life or None for every one, seconds until it runs again).
+        #: (time, replica, life or -1 for every one, seconds until it runs again).
         self._heap: list[tuple[float, str, int, float]] = []
         for at_s, name, down_s in plan.failures:
             heappush(self._heap, (start_s + at_s, name, -1, plan.restart_s if down_s is None else down_s))
@@ -73,7 +73,8 @@ class FailureSource:
         """Called when a replica starts to run."""
         self._life[name] += 1
         if self._plan.mtbf_s is not None:
-            self._push(now + float(self._rngs[name].exponential(self._plan.mtbf_s)), name)
+            at_s = now + float(self._rngs[name].exponential(self._plan.mtbf_s))
+            heappush(self._heap, (at_s, name, self._life[name], self._plan.restart_s))
 
     def left(self, name: str) -> None:
         """Called when a replica was stopped or has failed."""
@@ -81,12 +82,10 @@ class FailureSource:
 
     def kill(self, name: str, at_s: float) -> None:
         """Plans the end of a replica that drains."""
-        self._push(at_s, name)
-
-    def _push(self, at_s: float, name: str) -> None:
-        heappush(self._heap, (at_s, name, self._life[name], self._plan.restart_s))
+        heappush(self._heap, (at_s, name, self._life[name], math.inf))
 
     def pop(self) -> tuple[str, float] | None:
-        """Removes the next failure: its replica and the seconds until that runs again; None if it has no effect."""
+        """Removes the next failure: its replica and the seconds until that runs again, infinite if it was killed; None if it
+        has no effect."""
         _, name, life, down_s = heappop(self._heap)
         return (name, down_s) if life in (-1, self._life[name]) else None

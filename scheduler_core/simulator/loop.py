@@ -604,10 +604,11 @@ class Simulation:
             self._handle(aborted, now)
         outcome.busy_s += replica.stop(now)
         self._stopped(replica, now)
-        if status is ReplicaStatus.DRAINING:
+        if down_s == math.inf:
             outcome.num_killed += 1
         else:
             outcome.num_failures += 1
+        if status is ReplicaStatus.ACTIVE:
             self._standby.remove(name)
             self._start(name, now + down_s, now)
         for item, has_started in lost:

@@ -193,6 +193,17 @@ def test_a_drain_ends_with_its_requests_or_is_killed_and_both_are_paid_until_the
     assert (killed.num_killed, killed.num_failures, killed.num_retried) == (1, 0, 1)
 
 
+@pytest.mark.mend  # it was counted as killed after a time-out, also without one
+def test_a_draining_replica_that_fails_is_a_failure_and_does_not_restart() -> None:
+    trace = Trace((trace_row("a", 0.0, 10, 10), trace_row("b", 20.0, 10, 1)))
+    out = simulate(
+        trace, "jsq", 2, step_time=ROUND, interval_s=0.5, scaler=Script(t3=ScaleIn("n0")),
+        failures=FailurePlan(failures=((4.5, "n0", 1.0),)),
+    )  # fmt: skip
+    assert (out.num_killed, out.num_failures, out.num_retried) == (0, 1, 1)
+    assert out.replica_seconds == 4.5 + 22
+
+
 def test_a_started_replica_is_paid_from_its_order_and_serves_after_its_start() -> None:
     trace = Trace(tuple(trace_row(name, at, 10, 10) for name, at in (("a", 0.0), ("b", 2.0), ("c", 7.0))))
     out = simulate(
