@@ -348,12 +348,11 @@ class SimulationConfig:
     def limits(self) -> SchedulerConfig:
         """`scheduler`; with a roofline, its default num_kv_blocks stands for as many as fit into the memory."""
         limits = self.scheduler
-        if self.step_time_model != "roofline" and not isinstance(self.step_time_parameters, str):
+        can_be_roofline = self.step_time_model == "roofline" or isinstance(self.step_time_parameters, str)
+        if limits.num_kv_blocks != SchedulerConfig.num_kv_blocks or not can_be_roofline:
             return limits
         step_time = self.make_step_time()
-        if limits.num_kv_blocks != SchedulerConfig.num_kv_blocks or not isinstance(
-            step_time, RooflineStepTime
-        ):
+        if not isinstance(step_time, RooflineStepTime):
             return limits
         num = step_time.num_kv_blocks(
             limits.kv_block_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
