@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from scheduler_core.prediction.predictor import addresses
 logger = logging.getLogger(__name__)
 
 Reopen = Callable[[str], ArtifactRuntime]
-#: Seconds of the shortest deadline after which a late part of a joined artifact is paused: not for all clients because one is
-#: in a hurry.
+#: Seconds of the shortest deadline after which a late part of a joined artifact is paused, so that a client with a short one
+#: does not pause it for all.
 PAUSED_S = 1.0
 #: Fields of a manifest that belong to a head other than length.
 _HEAD_FIELDS = {"urgency": ("urgency_levels", "abstain_threshold"), "bucket": ("bucket_edges",)}
@@ -67,31 +67,36 @@ def open_sources(config: ServeConfig) -> OpenedArtifacts:
     if config.public_key is not None:
         logger.info("the key %s verifies the signatures of artifacts", config.public_key)
     opened = OpenedArtifacts({}, [], {})
-    manifests: dict[str, Manifest] = {}  # by folder
+    loaded: dict[str, ArtifactRuntime] = {}  # by folder
     for address in (config.artifact, *config.more_artifacts):
         paths, new = addresses(address), []
         for path in paths:
-            if len(paths) > 1 and path in manifests:
+            if len(paths) > 1 and path in loaded:
                 continue
             source = ArtifactSource(str(artifact_folder(path)), config)
-            runtime = source.open()
-            manifest = manifests[path] = runtime.artifact.manifest
+            runtime = loaded[path] = source.open()
+            manifest = runtime.artifact.manifest
             logger.info(
                 "artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, path
             )
             logger.info("execution provider %s (requested: %s)", runtime.provider, config.provider)
             opened.sources[manifest.artifact_id] = source
             new.append(runtime)
-        opened.runtimes.extend(sorted(new, key=lambda each: "length" not in each.artifact.manifest.heads))
+        opened.runtimes.extend(length_first(new))
         if len(paths) > 1:
-            parts = sorted((manifests[path] for path in paths), key=lambda each: "length" not in each.heads)
-            first, *others = (part.artifact_id for part in parts)
+            parts = length_first(loaded[path] for path in paths)
+            first, *others = (part.artifact.manifest.artifact_id for part in parts)
             if first in opened.joined:
                 raise InputError(
                     "more_artifacts", address, f"other artifacts than {first}, which is joined already"
                 )
             opened.joined[first] = others
     return opened
+
+
+def length_first(runtimes: Iterable[ArtifactRuntime]) -> list[ArtifactRuntime]:
+    """Joined artifacts in their order, but those with a length head first: a response has the fields of the first one."""
+    return sorted(runtimes, key=lambda each: "length" not in each.artifact.manifest.heads)
 
 
 class ArtifactTable:

@@ -100,31 +100,18 @@ class PredictorCalls:
         `method` is the name for metrics and spans."""
         with self.counted(method):
             served = self.artifacts.get(request.artifact_id)
-        start = time.monotonic()
-        result: PipelineResult | None = None
-        code = "OK"
-        span = None if self.tracing is None else self.tracing.start(method)
-        try:
+        with _measured(served, method, self.tracing) as call:
             if request.HasField("generated_tokens") and request.WhichOneof("input") is None:
                 return self._progress(request)
             checked = served.reader.read(request)
-            deadline = _deadline(start, timeout_s, request)
+            deadline = _deadline(call.start, timeout_s, request)
             if parts := self.artifacts.joined.get(served.name):
                 result = await self._joined(parts, request, checked, deadline, method)
             else:
                 result = await served.predict(checked, deadline=deadline)
+            call.result = result
             prediction = await self._corrected(request, checked, result, served)
             return predict_response(request, result, served.manifest, checked.is_trained_model, prediction)
-        except asyncio.CancelledError:
-            code = "CANCELLED"
-            raise
-        except Exception as error:
-            code = status_code(error).name
-            raise
-        finally:
-            served.metrics.request(method, code, time.monotonic() - start, result)
-            if self.tracing is not None:
-                self._end_span(self.tracing, span, served, code, result)
 
     async def _joined(
         self,
@@ -153,35 +140,11 @@ class PredictorCalls:
         self, served: ServedArtifact, request: pb.PredictRequest, deadline: float | None, method: str
     ) -> PipelineResult:
         """The result of an artifact that is joined to another one; counted in its metrics."""
-        start, code = time.monotonic(), "OK"
-        result: PipelineResult | None = None
-        try:
+        with _measured(served, method) as call:
             if request.HasField("token_ids"):
                 raise InputError("token_ids", "ids of another tokenizer", "a prompt or messages")
-            result = await served.predict(served.reader.read(request), deadline=deadline)
-            return result
-        except asyncio.CancelledError:
-            code = "CANCELLED"
-            raise
-        except Exception as error:
-            code = status_code(error).name
-            raise
-        finally:
-            served.metrics.request(method, code, time.monotonic() - start, result)
-
-    def _end_span(
-        self, tracing: Tracing, span: Any, served: ServedArtifact, code: str, result: PipelineResult | None
-    ) -> None:
-        """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""
-        artifact = {"tailcast.artifact_id": served.name, "tailcast.artifact_version": served.version}
-        span.set_attributes({**artifact, "rpc.response.status_code": code})
-        if result is not None:
-            for name in ("tokenize_s", "queue_s", "inference_s", "batch_size", "cached"):
-                span.set_attribute(f"tailcast.{name}", getattr(result, name))
-        if code != "OK":
-            span.set_attribute("error.type", code)
-            tracing.fail(span, code)
-        span.end()
+            call.result = await served.predict(served.reader.read(request), deadline=deadline)
+            return call.result
 
     async def _corrected(
         self,
@@ -324,6 +287,48 @@ class PredictorCalls:
             learns=self.learner is not None,
             part_tokens=None if manifest.part_tokens is None else dataclasses.asdict(manifest.part_tokens),
         )
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """A call of an artifact: when it started, by `time.monotonic`, and its result, None before."""
+
+    start: float
+    result: PipelineResult | None = None
+
+
+@contextmanager
+def _measured(served: ServedArtifact, method: str, tracing: Tracing | None = None) -> Iterator[_Call]:
+    """Counts a call of an artifact in its metrics, with the status code and the result; with `tracing` it has a span."""
+    call, code = _Call(time.monotonic()), "OK"
+    span = None if tracing is None else tracing.start(method)
+    try:
+        yield call
+    except asyncio.CancelledError:
+        code = "CANCELLED"
+        raise
+    except Exception as error:
+        code = status_code(error).name
+        raise
+    finally:
+        served.metrics.request(method, code, time.monotonic() - call.start, call.result)
+        if tracing is not None:
+            _end_span(tracing, span, served, code, call.result)
+
+
+def _end_span(
+    tracing: Tracing, span: Any, served: ServedArtifact, code: str, result: PipelineResult | None
+) -> None:
+    """Ends a span; its attributes are the artifact, the status code and the durations of the parts."""
+    artifact = {"tailcast.artifact_id": served.name, "tailcast.artifact_version": served.version}
+    span.set_attributes({**artifact, "rpc.response.status_code": code})
+    if result is not None:
+        for name in ("tokenize_s", "queue_s", "inference_s", "batch_size", "cached"):
+            span.set_attribute(f"tailcast.{name}", getattr(result, name))
+    if code != "OK":
+        span.set_attribute("error.type", code)
+        tracing.fail(span, code)
+    span.end()
 
 
 def check_batch(num_requests: int) -> None:

@@ -77,13 +77,12 @@ class InProcessPredictor(AsyncClient):
 
     async def _start(self) -> PredictorCalls:
         from predictors.runtime import open_runtime
-        from predictors.service.artifacts import ArtifactTable
+        from predictors.service.artifacts import ArtifactTable, length_first
         from predictors.service.batcher import BatchingSettings
         from predictors.service.calls import PredictorCalls
 
         load = functools.partial(open_runtime, public_key=self._public_key)
-        opened = [await asyncio.to_thread(load, folder) for folder in self._folders]
-        runtimes = sorted(opened, key=lambda each: "length" not in each.artifact.manifest.heads)
+        runtimes = length_first([await asyncio.to_thread(load, folder) for folder in self._folders])
         first, *others = (runtime.artifact.manifest.artifact_id for runtime in runtimes)
         joined = {first: others} if others else None
         table = ArtifactTable(runtimes, self._batching or BatchingSettings.cpu(1), joined=joined)

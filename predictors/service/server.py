@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -116,9 +116,13 @@ class PredictionServer:
         if self.config.http_port is not None:
             from predictors.service.gateway import start_gateway
 
-            options: dict[str, Any] = {"tls": self._certificates.http, "shares_port": self._shares_ports}
             self._gateway = await start_gateway(
-                self.config, self._calls, self.metrics, self._tokens, **options
+                self.config,
+                self._calls,
+                self.metrics,
+                self._tokens,
+                tls=self._certificates.http,
+                shares_port=self._shares_ports,
             )
             self.http_port = self._gateway.addresses[0][1]
         for server in servers:

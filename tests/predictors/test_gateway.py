@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,9 @@ async def test_full_queue_and_time_out_over_http(rich_folder: Path) -> None:
 @pytest.mark.mend
 def test_a_trace_context_that_is_not_ascii_is_left_out() -> None:
     trace = pytest.importorskip("opentelemetry.trace")
-    Tracing().receive({"tracestate": "a=\u00fc", "traceparent": f"00-{'1' * 32}-{'2' * 16}-01"})
-    current = trace.get_current_span().get_span_context()
+    task = copy_context()  # that of this thread would be the parent of spans of later tests
+    task.run(Tracing().receive, {"tracestate": "a=\u00fc", "traceparent": f"00-{'1' * 32}-{'2' * 16}-01"})
+    current = task.run(trace.get_current_span).get_span_context()
     assert (f"{current.span_id:x}", current.trace_state) == ("2" * 16, {})
 
 
