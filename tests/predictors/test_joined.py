@@ -5,6 +5,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 import tailcast
 from predictors.client import GrpcPredictor
+from predictors.heads import Predicted
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
@@ -30,7 +32,7 @@ from tests.predictors import fakes
 from tests.predictors.fakes import GatedRuntime, write_artifact, write_rich_artifact
 from tests.predictors.proxy.fake_engine import chat, running_engine, running_proxy
 from training.commands.evaluate import main as evaluate
-from training.evaluating.batch_predictor import InferenceOptions, open_batch_predictor
+from training.evaluating.batch_predictor import InferenceOptions, _joined, open_batch_predictor
 
 JOINED = {"tiny": ["level"]}
 SEA = PredictionRequest("", "sea", 100)
@@ -414,6 +416,17 @@ async def test_evaluations_open_what_is_served_and_what_is_joined(address: str, 
         assert first == pytest.approx(second, rel=1e-6)
 
     await served(address, lambda server, grpc_address: asyncio.to_thread(compared, grpc_address))
+
+
+@pytest.mark.parametrize("has_nu", [False, True])
+def test_evaluations_join_the_arrays_of_a_length_from_one_part(artifact_folder: Path, has_nu: bool) -> None:
+    part = open_batch_predictor(artifact_folder, InferenceOptions(progress=False, accelerator="cpu"))
+    numbers = {"mu": np.zeros(1), "sigma": np.ones(1)} | ({"nu": np.full(1, 3.5)} if has_nu else {})
+    others = {"mu": np.ones(1), "nu": np.ones(1), "quantiles": np.ones((1, 3)), "rank": np.ones(1)}
+    parts = [replace(part, nu=None, predict=lambda *_, by=by: Predicted(**by)) for by in (numbers, others)]
+    predicted = _joined(parts).predict(["sea"], [None], [None]).arrays()
+    assert predicted.keys() == numbers.keys() | {"rank"}
+    assert predicted["mu"] == 0
 
 
 async def test_an_evaluation_without_a_part_is_an_error(artifact_folder: Path, level_folder: Path) -> None:

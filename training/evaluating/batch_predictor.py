@@ -28,6 +28,8 @@ Accelerator = Literal["auto", "cpu", "cuda"]
 #: Degrees of freedom of fits for predictors without a fixed nu.
 DEFAULT_NU = 3.5
 SERVICE = "grpc://"
+#: Arrays of the length head.
+LENGTH_ARRAYS = frozenset(("mu", "sigma", "nu", "sigma_within", "quantiles"))
 #: Rows of a step of the progress bar of a service, and seconds for them.
 _SERVICE_ROWS, _SERVICE_S = 256, 300.0
 #: (prompts, served models, temperatures), each [G] -> predictions [G].
@@ -97,7 +99,12 @@ def _joined(parts: Sequence[BatchPredictor]) -> BatchPredictor:
     def predict(*columns: Any) -> Predicted:
         predicted = first.predict(*columns)
         for other in others:
-            predicted = Predicted(**other.predict(*columns).arrays() | predicted.arrays())
+            arrays = other.predict(*columns).arrays()
+            if (
+                predicted.mu is not None
+            ):  # a length is of one part alone, whichever of its arrays the others have too
+                arrays = {name: values for name, values in arrays.items() if name not in LENGTH_ARRAYS}
+            predicted = Predicted(**arrays | predicted.arrays())
         return predicted if first.nu is None else replace(predicted, nu=first.nu)
 
     urgency, edges = (
@@ -115,11 +122,14 @@ def _open_service(address: str, options: InferenceOptions) -> BatchPredictor:
     metadata = client.metadata()
     nu = metadata.nu if metadata.HasField("nu") else None
 
-    def predict(*columns: Any) -> Predicted:
-        first, of_row = distinct(*columns)
+    def predict(
+        prompts: Sequence[str], served_models: Sequence[str | None], temperatures: Sequence[float | None]
+    ) -> Predicted:
+        first, of_row = distinct(prompts, served_models, temperatures)
         requests = [
-            PredictionRequest("", prompts[row], DEFAULT_MAX_TOKENS, models[row] or "", temperatures[row])
-            for prompts, models, temperatures in [columns]
+            PredictionRequest(
+                "", prompts[row], DEFAULT_MAX_TOKENS, served_models[row] or "", temperatures[row]
+            )
             for row in first.tolist()
         ]
         predictions: list[Prediction] = []
