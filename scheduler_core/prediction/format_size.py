@@ -100,7 +100,8 @@ class _Reader:
             return self.tokens(self._referenced(reference), depth - 1)
         for name, combine in _COMBINED.items():
             if (parts := _elements(schema.get(name))) is not None:
-                return combine([0.0, *(self.tokens(part, depth - 1) for part in parts)])
+                own = self._object(schema, depth) if isinstance(schema.get("properties"), Mapping) else 0.0
+                return combine([own, *(self.tokens(part, depth - 1) for part in parts)])
         kinds = schema.get("type")
         choices = [kinds] if isinstance(kinds, str) else _elements(kinds) or []
         names = [name.lower() for name in choices if isinstance(name, str)]

@@ -17,8 +17,8 @@ from scheduler_core.prediction.predictions import HEADS, MissingPart, Prediction
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Share of a deadline after which a late part is left out; the rest is for the answer itself.
-SHARE = 0.9
+#: Fraction of a deadline after which a late part is left out; the rest is for the answer itself.
+TIMEOUT_FRACTION = 0.9
 #: Deadlines for which a part that was late is not asked.
 PAUSE = 2
 LATE = "late"
@@ -47,7 +47,7 @@ class Parts:
     ) -> list[T | MissingPart]:
         """The answer of each part to its call, or why it is missing; raises the error of the first part if none answers.
 
-        A part that has not answered after `SHARE` of `timeout_s` is late, if another one has: it is cancelled, and not
+        A part that has not answered after `TIMEOUT_FRACTION` of `timeout_s` is late, if another one has: it is cancelled, and not
         asked for the next `PAUSE` times `timeout_s`, so that it does not delay each request. None: all are waited for.
         """
         tasks: dict[str, asyncio.Future[T]] = {}
@@ -110,9 +110,11 @@ class Parts:
 
 
 async def _wait(tasks: Sequence[asyncio.Future[T]], timeout_s: float | None) -> None:
-    """Waits for all tasks; after `SHARE` of `timeout_s` only until one of them has a result."""
+    """Waits for all tasks; after `TIMEOUT_FRACTION` of `timeout_s` only until one of them has a result."""
     pending = set(tasks)
-    _, pending = await asyncio.wait(pending, timeout=None if timeout_s is None else SHARE * timeout_s)
+    _, pending = await asyncio.wait(
+        pending, timeout=None if timeout_s is None else TIMEOUT_FRACTION * timeout_s
+    )
     while pending and not any(_has_result(task) for task in tasks):
         _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 

@@ -45,6 +45,11 @@ def _text(**limits: Any) -> dict[str, Any]:
         [_text(pattern="[A-Z]{2}"), _text(pattern="[a-z ]{80,200}")],
         [_object(**{f"field{index}": TEXT for index in range(number)}) for number in (1, 2, 4, 8, 100)],
         [_object(one=_object(two=TEXT)), _object(one=_object(two=TEXT, three=TEXT))],
+        [
+            {**schema, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+            for schema in (_object(a=TEXT, b=TEXT), _object(a=TEXT, b=TEXT, c=TEXT))
+        ],
+        [{"allOf": [_object(a=TEXT)]}, {**_object(b=TEXT), "allOf": [_object(a=TEXT)]}],
         [{"type": "object", "additionalProperties": TEXT, "maxProperties": number} for number in (1, 4, 20)],
         [{"type": "array", "prefixItems": [TEXT] * number} for number in (1, 2, 9)],
         [{"type": "ARRAY", "items": {"type": "STRING"}, "maxItems": str(number)} for number in (1, 4, 20)],
