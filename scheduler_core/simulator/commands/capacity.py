@@ -21,6 +21,7 @@ from scheduler_core.simulator.planning.search import (
     Simulate,
     drive,
     highest_level,
+    means_of,
     probe_level,
 )
 from scheduler_core.simulator.sweep import Cell, CellStore, run_cells
@@ -119,11 +120,6 @@ def _search_capacity(config: CapacityConfig) -> Search[dict[str, Any]]:
         lambda level: probe_level(config, level), config.low, config.high, config.tolerance
     )
     return {"level": good, "failing": bad, "probes": probes + between}
-
-
-def means_of(probe: Mapping[str, Any]) -> str:
-    """The means of the metrics of a probe, for a message."""
-    return ", ".join(f"{name} = {estimate['mean']:.4g}" for name, estimate in probe["estimates"].items())
 
 
 def advice_of(probe: Mapping[str, Any]) -> str:

@@ -5,9 +5,16 @@ from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_ranges
-from scheduler_core.simulator.commands.capacity import SearchConfig, advice_of, means_of, run_search
+from scheduler_core.simulator.commands.capacity import SearchConfig, advice_of, run_search
 from scheduler_core.simulator.config import MAX_REPLICAS
-from scheduler_core.simulator.planning.search import Search, Simulate, drive, probe_level, smallest_level
+from scheduler_core.simulator.planning.search import (
+    Search,
+    Simulate,
+    drive,
+    means_of,
+    probe_level,
+    smallest_level,
+)
 from scheduler_core.simulator.sweep import Cell
 
 

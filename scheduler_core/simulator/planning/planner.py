@@ -13,7 +13,14 @@ from scheduler_core.policies import policy_class
 from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.planning.choices import Choice
 from scheduler_core.simulator.planning.config import PlanConfig
-from scheduler_core.simulator.planning.search import Probe, Results, Search, probe_level, smallest_level
+from scheduler_core.simulator.planning.search import (
+    Probe,
+    Results,
+    Search,
+    means_of,
+    probe_level,
+    smallest_level,
+)
 from scheduler_core.simulator.planning.simulations import Simulations, TrafficCell
 from scheduler_core.simulator.planning.targets import Target
 from scheduler_core.simulator.planning.traffic import Traffic
@@ -205,11 +212,8 @@ class Planner:
 
         finished = [one for one in self.run([search(one) for one in candidates]) if one.best is not None]
         if not finished:
-            values = ", ".join(
-                f"{name} = {estimate['mean']:.4g}"
-                for name, estimate in candidates[0].probes[-1]["estimates"].items()
-            )
-            allowed = f"more; with {self.config.max_replicas} of {candidates[0].choice.hardware}: {values}"
+            first, num = candidates[0], self.config.max_replicas
+            allowed = f"more; with {num} of {first.choice.hardware}: {means_of(first.probes[-1])}"
             raise InputError("max_replicas", self.config.max_replicas, allowed)
         return sorted(
             finished, key=lambda one: (self.config.price(one.choice, one.num_replicas), self.distance(one))

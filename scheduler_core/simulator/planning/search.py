@@ -93,6 +93,11 @@ def probe_level(levels: Levels, level: float, num_seeds: int = 2) -> Search[Prob
     }
 
 
+def means_of(probe: Probe) -> str:
+    """The means of the metrics of a probe, for a message."""
+    return ", ".join(f"{name} = {estimate['mean']:.4g}" for name, estimate in probe["estimates"].items())
+
+
 def highest_level(
     probe: Callable[[float], Search[Probe]], good: float, bad: float, tolerance: float
 ) -> Search[tuple[float, float, list[Probe]]]:
