@@ -77,17 +77,15 @@ class Run:
         blocks = self.step_time().num_kv_blocks(16, seqs, tokens)
         return SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, num_kv_blocks=blocks)
 
-    def trace(self, *, fraction: float = 1.0, rate_factor: float = 1.0, seed: int = 0) -> Trace:
-        """Requests with exponential gaps, normalized to the duration of each stage; `category` is the stage. `fraction`:
-        of the durations; `rate_factor`: of the rates."""
-        rng = np.random.default_rng(seed)
+    def trace(self) -> Trace:
+        """Requests with exponential gaps, normalized to the duration of each stage; `category` is the stage."""
+        rng = np.random.default_rng(0)
         lengths = rng.integers(self.prompt_tokens[0], self.prompt_tokens[1] + 1, self.unique_prompts)
         rows: list[TraceRequest] = []
         start_s = 0.0
         for number, stage in sorted(self.stages.items()):
-            duration_s = stage.duration_s * fraction
-            gaps = rng.exponential(size=max(2, round(stage.rate_rps * rate_factor * duration_s)))
-            for time_s in start_s + np.cumsum(gaps) * (duration_s / gaps.sum()):
+            gaps = rng.exponential(size=max(2, round(stage.rate_rps * stage.duration_s)))
+            for time_s in start_s + np.cumsum(gaps) * (stage.duration_s / gaps.sum()):
                 prompt = len(rows) % self.unique_prompts
                 tokens = int(lengths[prompt])
                 rows.append(
@@ -101,7 +99,7 @@ class Run:
                         content=(Segment(f"prompt {prompt}", tokens),),
                     )
                 )
-            start_s += duration_s + PAUSE_S
+            start_s += stage.duration_s + PAUSE_S
         return Trace(tuple(rows))
 
 

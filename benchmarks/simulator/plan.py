@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.shared.command import Parser
 from benchmarks.simulator.speed import synthetic_trace
 from scheduler_core.report.page import markdown_table
+from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.planning.choices import Choice
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.run import run_simulation
@@ -54,7 +55,7 @@ def brute_force(log: Path, choice: Choice) -> int:
     while True:
         num += 1
         metrics = run_simulation(choice.config(base, num)).metrics
-        values = [metrics[target.head][target.metric.partition(".")[2]] for target in config.targets]
+        values = [metric(metrics, target.metric) for target in config.targets]
         if all(target.slack(value) <= 1 for target, value in zip(config.targets, values, strict=True)):
             return num
 

@@ -236,10 +236,12 @@ def read_config(config: Mapping[str, Any], source: str = "config.json") -> Model
     if family not in GATED | UNGATED:
         raise read.fail("model_type", "one of " + ", ".join(sorted(GATED | UNGATED)))
     for name, value in config.items():
-        known = name in _KNOWN or name in _HARMLESS or name.startswith("_") or bool(_TOKENS.search(name))
+        if name in _KNOWN or name in _HARMLESS or name.startswith("_") or _TOKENS.search(name):
+            continue
         # OPT projects its embeddings if they are smaller than the hidden vectors.
-        known = known or (name == "word_embed_proj_dim" and value == config.get("hidden_size"))
-        if not known and _SIZE.search(name) and value is not None and value is not False:
+        if name == "word_embed_proj_dim" and value == config.get("hidden_size"):
+            continue
+        if _SIZE.search(name) and value is not None and value is not False:
             raise read.fail(name, "unset: its effect on size and speed is unknown")
     num = read.get("num_hidden_layers", "n_layer")
     hidden, heads = read.get("hidden_size", "n_embd"), read.get("num_attention_heads", "n_head")
