@@ -8,6 +8,7 @@ import numpy as np
 
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import GRAY, color, mark_decades, new_figure, svg
+from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.planning.plan import duration, metric_name, metric_text, settings_text
 from scheduler_core.simulator.planning.targets import COST, Target
 
@@ -28,7 +29,7 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
     )
     page.figure(_curves(content, targets), caption)
     page.heading("Cost and latency")
-    binding = max(targets, key=lambda target: target.slack(_value(purchase["metrics"], target.metric)))
+    binding = max(targets, key=lambda target: target.slack(metric(purchase["metrics"], target.metric)))
     page.figure(
         _pareto(content, binding), "Lower left is better. Numbers: replicas. Filled: the recommendation."
     )
@@ -44,7 +45,7 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
     rows = []
     for one in content["candidates"]:
         metrics = next(point for point in one["curve"] if point["load"] == 1.0)
-        values = [metric_text(name, _value(metrics, name)) for name in names]
+        values = [metric_text(name, metric(metrics, name)) for name in names]
         settings = settings_text(one["settings"], one["num_replicas"])
         rows.append([one["hardware"], one["num_replicas"], f"{one['price_per_hour']:.2f}", *values, settings])
     page.table(
@@ -55,7 +56,7 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
         rows = []
         for one in content["what_if"]:
             values = [
-                "-" if one["metrics"] is None else metric_text(name, _value(one["metrics"], name))
+                "-" if one["metrics"] is None else metric_text(name, metric(one["metrics"], name))
                 for name in names
             ]
             needed = one["num_replicas"] or "more than allowed"
@@ -71,7 +72,7 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
             [
                 one["order"],
                 one["num_replicas"] or "more than allowed",
-                *(metric_text(name, _value(one["metrics"], name)) for name in names),
+                *(metric_text(name, metric(one["metrics"], name)) for name in names),
                 metric_text("ttlt_s.mean", one["metrics"]["ttlt_s"]["mean"]),
                 metric_text("ttlt_s.mean", one["highest_load"]["metrics"]["ttlt_s"]["mean"]),
             ]
@@ -96,18 +97,12 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
     page.write(path)
 
 
-def _value(metrics: Mapping[str, Any], metric: str) -> float:
-    head, _, statistic = metric.partition(".")
-    value = metrics[head][statistic] if statistic else metrics[head]
-    return float("nan") if value is None else float(value)
-
-
 def _curves(content: Mapping[str, Any], targets: Sequence[Target]) -> str:
     figure, axes = new_figure(4.6 * len(targets) + 2.2, 3.6, columns=len(targets))
     for axis, target in zip(axes, targets, strict=True):
         for index, one in enumerate(content["candidates"]):
             x = [point["load"] for point in one["curve"]]
-            y = [_value(point, target.metric) for point in one["curve"]]
+            y = [metric(point, target.metric) for point in one["curve"]]
             label = f"{one['num_replicas']} x {one['hardware']}"
             axis.plot(x, y, "o-", color=color(index), markersize=3.5, linewidth=1.4, label=label)
         axis.axhline(target.bound, color="black", linewidth=1, linestyle="--")
@@ -119,13 +114,13 @@ def _curves(content: Mapping[str, Any], targets: Sequence[Target]) -> str:
             if one["metrics"] and scenario[0] == "traffic" and len(scenario) == 2:
                 axis.plot(
                     float(scenario[1]),
-                    _value(one["metrics"], target.metric),
+                    metric(one["metrics"], target.metric),
                     "x",
                     color=color(0),
                     markersize=7,
                 )
                 axis.annotate(
-                    "what if", (float(scenario[1]), _value(one["metrics"], target.metric)),
+                    "what if", (float(scenario[1]), metric(one["metrics"], target.metric)),
                     textcoords="offset points", xytext=(0, 7), ha="center", fontsize=7,
                 )  # fmt: skip
         axis.set_xlabel("load, multiple of the log's")
@@ -141,7 +136,7 @@ def _pareto(content: Mapping[str, Any], target: Target) -> str:
     for index, one in enumerate(content["candidates"]):
         own = next(point for point in one["curve"] if point["load"] == 1.0)
         points = [
-            (size["price_per_hour"], size["num_replicas"], _value(size, target.metric))
+            (size["price_per_hour"], size["num_replicas"], metric(size, target.metric))
             for size in (one | own, *one["sizes"])
         ]
         points.sort()

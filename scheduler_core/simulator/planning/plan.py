@@ -1,13 +1,14 @@
 """The recommendation of a plan as JSON content and as a paragraph, and how far it can be trusted."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.report.page import format_cell
 from scheduler_core.shell.versions import versions_of
+from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.outlook import (
     MAX_LOAD,
@@ -117,7 +118,7 @@ def make_plan(
         "profile": _profile(planner, best, load_margin, metrics),
         "excluded": planner.excluded,
     }
-    return content | {"text": plan_text(content)}
+    return content | {"text": plan_text(content, planner.targets)}
 
 
 def _described(planner: Planner, one: Candidate) -> dict[str, Any]:
@@ -239,30 +240,28 @@ def duration(seconds: float) -> str:
 _LATENCIES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "tbt_s": "ITL", "ttlt_s": "end-to-end latency"}
 
 
-def metric_name(metric: str) -> str:
+def metric_name(name: str) -> str:
     """A metric in words, such as P99 of TTFT."""
-    head, _, statistic = metric.partition(".")
+    head, _, statistic = name.partition(".")
     if not statistic:
         return "goodput"
     return f"{statistic.upper() if statistic[0] == 'p' else statistic} of {_LATENCIES.get(head, head)}"
 
 
-def metric_text(metric: str, value: float) -> str:
+def metric_text(name: str, value: float) -> str:
     """A value with its unit."""
-    return f"{value:.1%}" if "." not in metric else f"{format_cell(float(f'{value:.3g}'))} s"
+    return f"{value:.1%}" if "." not in name else f"{format_cell(float(f'{value:.3g}'))} s"
 
 
-def plan_text(content: Mapping[str, Any]) -> str:
+def plan_text(content: Mapping[str, Any], targets: Sequence[Target]) -> str:
     """The recommendation as a paragraph: what to buy and to set, what the order gains, what it costs, how far the cliff is, and how
-    accurate this is."""
+    accurate this is. `targets` are those of latencies and of goodput."""
     purchase, settings = content["answer"], content["answer"]["settings"]
-    targets = [Target.of(text) for text in _texts(content["config"]["target"])]
     num = purchase["num_replicas"]
     reached = "; ".join(
-        f"{metric_name(target.metric)} is {metric_text(target.metric, _of(purchase['metrics'], target.metric))}, target "
+        f"{metric_name(target.metric)} is {metric_text(target.metric, metric(purchase['metrics'], target.metric))}, target "
         f"{metric_text(target.metric, target.bound)}"
         for target in targets
-        if target.metric != "cost_per_million_tokens"
     )
     parts = []
     if content["unreliable"]:
@@ -300,15 +299,6 @@ def settings_text(settings: Mapping[str, Any], num_replicas: int) -> str:
     return ", ".join(words)
 
 
-def _texts(target: Any) -> list[str]:
-    return [word for word in (target.split(",") if isinstance(target, str) else target) if word.strip()]
-
-
-def _of(metrics: Mapping[str, Any], metric: str) -> float:
-    head, _, statistic = metric.partition(".")
-    return float(metrics[head][statistic] if statistic else metrics[head])
-
-
 def _first_upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -321,7 +311,7 @@ def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
     if chosen is None or not others:
         return []
     base = orders.get("fcfs", others[0]) if chosen["order"] != "fcfs" else others[0]
-    own, other = _of(chosen["metrics"], target.metric), _of(base["metrics"], target.metric)
+    own, other = (metric(one["metrics"], target.metric) for one in (chosen, base))
     mean, other_mean = (one["metrics"]["ttlt_s"]["mean"] for one in (chosen, base))
     changes = max(abs(other / own - 1) if own else 0.0, abs(other_mean / mean - 1))
     if changes < 0.01 and base["num_replicas"] == chosen["num_replicas"]:
