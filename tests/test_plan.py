@@ -125,6 +125,7 @@ def test_a_log_of_30_seconds_is_refused_with_the_length_that_is_enough(
         ("--target 'ttft_s.p90<0.3' --max_num_seqs [1] --max_replicas 3", "max_replicas: got 3; allowed: more; a replica bears less than 0.083 of the load: ttft_s.p90 is "),
         ("--target 'ttft_s.p90<0.3' --orders [tie]", "because the log has no prompts"),
         ("--target 'ttft_s.p90<0.3' --num_kv_blocks 20", "requests are longer than its KV cache of 320 tokens"),
+        ("--target 'ttft_s.p90<0.3' --max_num_seqs [256] --max_num_batched_tokens [64]", "error: max_num_batched_tokens: got 64; allowed: integers >= 256"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_is_refused_with_the_closest(
@@ -133,6 +134,14 @@ def test_what_cannot_be_met_is_refused_with_the_closest(
     log = log_of(tmp_path / "log.parquet", 300, 20.0)
     assert typed(f"{log} {engine} {options}") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_wrong_name_of_the_model_is_refused_once(tmp_path: Path, capsys: Captured) -> None:
+    log = log_of(tmp_path / "log.parquet", 300, 20.0)
+    assert typed(f"{log} --model lama-3 --gpus h100=2 --target 'ttft_s.p90<0.3'") == 2
+    error = capsys.readouterr().err
+    assert "error: model: got 'lama-3'" in error
+    assert error.count("lama-3'") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 from scheduler_core.errors import InputError
 from scheduler_core.policies import policy_class
 from scheduler_core.ranges import parse_number
-from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 
 
@@ -56,12 +55,8 @@ class Choice:
         parameters = base.step_time_parameters
         if not isinstance(parameters, str):
             parameters = {**parameters, "gpu": self.gpu, "tensor_parallel": self.devices}
-        limits = {name: getattr(self, name) for name in ("max_num_seqs", "prefix_caching")}
-        scheduler: SchedulerConfig = replace(
-            base.scheduler,
-            max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
-            **limits,
-        )
+        limits = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching")
+        scheduler = replace(base.scheduler, **{name: getattr(self, name) for name in limits})
         cluster = ClusterConfig()
         if num_replicas > 1:
             num_prefill = 0

@@ -52,6 +52,8 @@ def candidates(planner: Planner) -> list[Candidate]:
             simulation = choice.config(planner.base, 1)
             limits, step_time = simulation.limits, simulation.make_step_time()
         except InputError as error:
+            if error.field != "tensor_parallel":  # an option that no hardware changes
+                raise
             planner.exclude(choice, str(error))
             continue
         capacity = limits.num_kv_blocks * limits.kv_block_tokens
