@@ -126,6 +126,7 @@ def test_a_log_of_30_seconds_is_refused_with_the_length_that_is_enough(
         ("--target 'ttft_s.p90<0.3' --orders [tie]", "because the log has no prompts"),
         ("--target 'ttft_s.p90<0.3' --num_kv_blocks 20", "requests are longer than its KV cache of 320 tokens"),
         ("--target 'ttft_s.p90<0.3' --max_num_seqs [256] --max_num_batched_tokens [64]", "error: max_num_batched_tokens: got 64; allowed: integers >= 256"),
+        ("--target 'ttft_s.p90<0.3' --num_kv_blocks null", "error: num_kv_blocks: got None; allowed: the blocks of the engine's KV cache"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_is_refused_with_the_closest(

@@ -235,7 +235,7 @@ def plan(**options: Any) -> PlanConfig:
         ({"target": "ttft_s.p99<2,ttft_s.p99<3"}, "target"),
         ({"target": "goodput>0.9"}, "goodput"),
         ({"model": None}, "model, step_time_parameters"),
-        ({"step_time_parameters": "x.json"}, "gpus, num_kv_blocks"),
+        ({"step_time_parameters": "x.json", "gpus": "a=1,b=2"}, "gpus"),
         ({"what_if": "traffic"}, "what_if"),
         ({"what_if": "traffic=0"}, "what_if"),
         ({"what_if": "rain=2"}, "what_if"),

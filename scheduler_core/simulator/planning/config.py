@@ -3,11 +3,14 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from scheduler_core.errors import InputError
 from scheduler_core.policies import policy_class
 from scheduler_core.ranges import BELOW_ONE, POSITIVE, check_choice, check_ranges
 from scheduler_core.routing import ROUTERS
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.shell.json_text import read_json_object
 from scheduler_core.simulator.config import MAX_REPLICAS, MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.planning.choices import Choice, parse_prices
 from scheduler_core.simulator.planning.targets import COST, Target, parse_targets
@@ -37,7 +40,7 @@ class PlanConfig:
     """Result of `simulate calibrate` (JSON), which is used instead of the model's data sheet; gpus then has the one kind that was measured,
     with the price of a replica."""
     num_kv_blocks: int | None = None
-    """Blocks of 16 tokens in the KV cache of a replica. Unset: what fits into the memory; with step_time_parameters necessary."""
+    """Blocks of 16 tokens in the KV cache of a replica. Unset: what fits into the memory, or what the calibration measured."""
     weights: str | None = None
     """Data type of the weights: bf16, fp8, int4. Unset: that of the model's config."""
     kv_cache: str = "bf16"
@@ -117,9 +120,8 @@ class PlanConfig:
         if self.step_time_parameters is None:
             for gpu in prices:
                 find_gpu(gpu)
-        elif len(prices) > 1 or self.num_kv_blocks is None:
-            allowed = "one kind and its number of blocks, with step_time_parameters (a calibration)"
-            raise InputError("gpus, num_kv_blocks", (list(prices), self.num_kv_blocks), allowed)
+        elif len(prices) > 1:
+            raise InputError("gpus", list(prices), "one kind, with step_time_parameters (a calibration)")
         if any(target.at_least for target in targets) and not any(getattr(self, name) for name in slos):
             raise InputError("goodput", None, "also ttft_slo_s, tbt_slo_s or ttlt_slo_s, which it counts")
         self.scenarios()
@@ -169,10 +171,14 @@ class PlanConfig:
         return scenarios
 
     def base(self, trace: str, *, has_predictions: bool) -> SimulationConfig:
-        """The simulation of the log in a file, without a choice."""
+        """The simulation of the log in a file, without a choice. `InputError` if the size of the KV cache is neither an option
+        nor in the calibration."""
         config = SimulationConfig(trace=trace, policy="fcfs")
-        if self.num_kv_blocks is not None:
-            config = replace(config, scheduler=replace(config.scheduler, num_kv_blocks=self.num_kv_blocks))
+        num_blocks = self.num_kv_blocks
+        if num_blocks is None and self.step_time_parameters is not None:
+            num_blocks = _measured_blocks(self.step_time_parameters)
+        if num_blocks is not None:
+            config = replace(config, scheduler=replace(config.scheduler, num_kv_blocks=num_blocks))
         if self.predictor == "oracle" or has_predictions:
             config = replace(config, predictor="oracle" if self.predictor == "oracle" else "trace")
         if self.step_time_parameters is not None:
@@ -205,6 +211,15 @@ class PlanConfig:
     def price(self, choice: Choice, num_replicas: int = 1) -> float:
         """Price of replicas per hour."""
         return self.prices[choice.gpu] * choice.devices * num_replicas
+
+
+def _measured_blocks(path: str) -> int:
+    """Blocks of the KV cache in a result of `simulate calibrate`; `InputError` if it has none."""
+    num_tokens = read_json_object(Path(path), "step_time_parameters").get("kv_tokens")
+    if not isinstance(num_tokens, int) or num_tokens < SchedulerConfig.kv_block_tokens:
+        allowed = f"the blocks of the engine's KV cache, whose size is not in {path}"
+        raise InputError("num_kv_blocks", None, allowed)
+    return num_tokens // SchedulerConfig.kv_block_tokens
 
 
 def _words(texts: Sequence[str] | str) -> list[str]:
