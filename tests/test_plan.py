@@ -14,6 +14,7 @@ import pytest
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from tailcast.cli import main
@@ -143,6 +144,37 @@ def test_a_wrong_name_of_the_model_is_refused_once(tmp_path: Path, capsys: Captu
     error = capsys.readouterr().err
     assert "error: model: got 'lama-3'" in error
     assert error.count("lama-3'") == 1
+
+
+def test_the_calibration_has_the_size_of_the_kv_cache_and_tuned_settings_another_load(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    content = {"step_time": {"name": "linear", "parameters": LINEAR}, "kv_tokens": 16 * BLOCKS + 5}
+    file.write_text(json.dumps(content))
+    log = log_of(tmp_path / "log.parquet", 400, 40.0)
+    line = f"{log} --step_time_parameters {file} --gpus small=2 --workers 1 --target 'ttft_s.p90<0.3'"
+    line += f" --max_num_seqs [4,{SEQS}] --max_num_batched_tokens [2048] --json {tmp_path}/plan.json"
+    assert typed(line) == 0
+    purchase = read(tmp_path / "plan.json")["answer"]
+    assert purchase["settings"]["max_num_seqs"] == SEQS
+    trace = load_trace(log)
+    limits = SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=2048, num_kv_blocks=BLOCKS)
+    highest_rps = saturation_rate_rps(trace, limits, LinearStepTime(**LINEAR))
+    assert trace.mean_rate_rps is not None
+    assert purchase["load"] == pytest.approx(trace.mean_rate_rps / highest_rps / purchase["num_replicas"])
+
+
+@pytest.mark.mend  # A log that was simulated several times in a row left out several times as many requests.
+def test_requests_that_are_too_large_count_once(
+    engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [trace_row(f"r{at}", at / 200, 100, 20, 99_999 if at == 50 else 20) for at in range(200)]
+    write_trace(Trace(tuple(rows)), tmp_path / "log.parquet")
+    line = f"{tmp_path}/log.parquet {engine} --target 'ttft_s.p90<5' --json {tmp_path}/plan.json"
+    assert typed(line) == 3
+    log = read(tmp_path / "plan.json")["log"]
+    assert log["num_repeats"] > 1
+    assert log["num_refused"] == 1
+    assert caplog.messages[-1] == "left out 1 of 200 rows: 1 x too large for the KV cache"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError
@@ -76,6 +76,7 @@ def record(ttft_s: float, number: int) -> RequestRecord:
     st.lists(st.floats(0, 3), min_size=1, max_size=60),
     st.sampled_from(["ttft_s.p50<1", "ttft_s.p90<1", "ttft_s.mean<1", "ttft_s.max<1", "goodput>0.9"]),
 )
+@example([2.0] + [0.5] * 9, "goodput>0.9")  # at the bound, where 1 - 0.9 is below 0.1
 @examples(100)
 def test_a_run_is_only_stopped_if_its_target_is_missed_in_the_end(values: list[float], text: str) -> None:
     target = Target.of(text)
@@ -180,7 +181,7 @@ def test_parts_for_one_replica_have_its_part_of_the_rate() -> None:
 
 def test_sessions_at_drawn_times_are_in_their_steady_state() -> None:
     rows = [
-        trace_row(f"{session}.{turn}", 100.0 * turn, 10, 10, session_id=f"s{session}", turn=turn, think_time_s=90.0 if turn else None)
+        trace_row(f"{session}.{turn}", 100.0 * turn, 10, 10, session_id=f"s{session}", turn=turn, think_time_s=90.0 if turn else None, content=(Segment("system", 4), Segment(f"s{session}", 6)))
         for session in range(100)
         for turn in range(20)
     ]  # fmt: skip
@@ -192,6 +193,7 @@ def test_sessions_at_drawn_times_are_in_their_steady_state() -> None:
     counts, _ = np.histogram(times, bins=4, range=(0, 1000))
     assert counts == pytest.approx([500] * 4, rel=0.15)
     waits_for(log.requests)
+    assert {row.content[0].key for row in log.requests} == {"system"}
 
 
 def test_sessions_under_way_at_the_start_are_measured_after_a_warm_up() -> None:

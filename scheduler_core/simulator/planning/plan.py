@@ -104,7 +104,7 @@ def make_plan(
             "num_simulated": min(len(log), config.max_requests),
             "num_repeats": planner.num_repeats,
             "turnovers": turnovers,
-            "num_refused": metrics["num_refused"],
+            "num_refused": metrics["num_refused"] // planner.num_repeats,
         },
         "answer": purchase,
         "unreliable": _unreliable(planner, purchase, turnovers, span_s, best.curve[1.0]),

@@ -66,8 +66,7 @@ def candidates(planner: Planner) -> list[Candidate]:
             planner.exclude(choice, problem)
             distances.append((slack, f"{problem} on {choice.hardware}"))
             continue
-        saturation = saturation_rate_rps(uncached, limits, step_time) / planner.rate_rps
-        fitting.append(Candidate(choice=choice, saturation=saturation))
+        fitting.append(Candidate(choice=choice, saturation=_saturation(planner, uncached, choice)))
     if not fitting and distances:
         raise InputError("target", str(planner.config.target), f"more; the closest: {min(distances)[1]}")
     if not fitting:
@@ -75,6 +74,13 @@ def candidates(planner: Planner) -> list[Candidate]:
         allowed = f"devices on which the model fits ({reasons})"
         raise InputError("gpus", list(planner.config.prices), allowed)
     return sorted(fitting, key=lambda one: _lowest_price(planner, one))
+
+
+def _saturation(planner: Planner, uncached: Trace, choice: Choice) -> float:
+    """Multiple of the log's rate at which a replica is always busy with full batches of the requests `uncached`."""
+    simulation = choice.config(planner.base, 1)
+    rate_rps = saturation_rate_rps(uncached, simulation.limits, simulation.make_step_time())
+    return rate_rps / planner.rate_rps
 
 
 def _lowest_price(planner: Planner, one: Candidate) -> float:
@@ -237,9 +243,11 @@ def tune(planner: Planner, fitting: Sequence[Candidate]) -> None:
         if best != one.choice and _fits(planner, best):
             tuned.append((one, Candidate(choice=best, saturation=one.saturation, share=one.share)))
     planner.run([_search_share(planner, other) for _, other in tuned])
+    uncached = _without_hits(planner.log)
     for one, other in tuned:
         if other.share is not None and one.share is not None and other.share >= one.share:
             one.choice, one.share = other.choice, other.share
+            one.saturation = _saturation(planner, uncached, one.choice)
 
 
 def _fits(planner: Planner, choice: Choice) -> bool:

@@ -111,7 +111,7 @@ class MissedTargets:
         for index, target in enumerate(self._targets):
             if target.at_least:
                 self._above[index] += not _meets_slo(record)
-                is_missed = self._above[index] > (1 - target.bound) * self._num
+                is_missed = (self._num - self._above[index]) / self._num < target.bound
             else:
                 value = getattr(record, target.head)
                 if value is None:

@@ -197,7 +197,7 @@ def at_drawn_times(log: Trace, rate_rps: float, rng: np.random.Generator) -> Tra
     """The requests with sessions that start at random times, at `rate_rps` requests per second. What is beyond the end of the
     log continues at its start, so that at any time as many sessions are under way: its steady state."""
     units = units_of(log.requests)
-    span_s = len(log) / rate_rps
+    shared, span_s = _shared_keys(units), len(log) / rate_rps
     rows: Rows = []
     for unit, time_s in zip(units, np.sort(rng.uniform(0.0, span_s, len(units))).tolist(), strict=True):
         start_s = unit[0].arrival_s
@@ -208,7 +208,7 @@ def at_drawn_times(log: Trace, rate_rps: float, rng: np.random.Generator) -> Tra
         for number, part in laps.items():
             names = {row.request_id for row in part}
             part = [replace(row, after=tuple(n for n in row.after if n in names)) for row in part]
-            rows += _copy(part, 0.0, f"+{number}", frozenset()) if number else part
+            rows += _copy(part, 0.0, f"+{number}", shared) if number else part
     return replace(log, requests=tuple(sorted(rows, key=lambda row: row.arrival_s)))
 
 
