@@ -18,7 +18,7 @@ from predictors.runtime import open_runtime
 _BUILT = {
     "tailcast-minilm": (
         "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
-        "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
+        "Made with examples/pretrained, whose README names the runs that led to it.",
         "all-MiniLM-L6-v2",
     ),
     "tailcast-smollm2": (
@@ -37,8 +37,8 @@ _STARTS = {
         "the previous version",
     ),
     "checkpoint": (
-        " Training continued that of the previous version, on 40 % of the prompts and all that have options of reasoning or formats; "
-        "the first one had started from all-MiniLM-L6-v2.",
+        " Training continued the checkpoint of the previous version, on 40 % of the prompts and all that have options of reasoning or formats; "
+        "that of the first version had started from all-MiniLM-L6-v2.",
         "an earlier version",
     ),
 }

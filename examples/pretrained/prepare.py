@@ -212,11 +212,11 @@ def part_of(training: Mapping[Path, float], share: float) -> dict[Path, float]:
         part = file if file.stem == OPTIONS else file.with_name(f"share-{file.name}")
         if part != file:
             table = pd.read_parquet(file)
-            is_kept = {
-                text: int(prompt_hash(text), 16) % 1_000 < 1_000 * share for text in table.prompt.unique()
-            }
+            chosen = [
+                text for text in table.prompt.unique() if int(prompt_hash(text), 16) % 1_000 < 1_000 * share
+            ]
             with atomic_file(part) as temporary:
-                table[table.prompt.map(is_kept)].to_parquet(temporary, compression="zstd", index=False)
+                table[table.prompt.isin(chosen)].to_parquet(temporary, compression="zstd", index=False)
         parts[part] = weight
     return parts
 
@@ -288,11 +288,11 @@ def _grouped(table: pd.DataFrame, name: str, num_prompts: int | None, *, fold: b
     conversations = [conversation_of(name, prompt, model, prefix) for prompt, model, prefix in texts]
     if fold:
         rng = np.random.default_rng(SPLIT_SEED)
-        kept = {
+        reduced = {
             each: ConversationParts.of(each).with_random_parts(rng, DROPPED_PARTS)
             for each in dict.fromkeys(conversations)
         }
-        conversations = [kept[each] for each in conversations]
+        conversations = [reduced[each] for each in conversations]
     rows = pd.DataFrame(
         {
             **columns(conversations),

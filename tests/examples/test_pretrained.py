@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +23,11 @@ from examples.pretrained.prepare import (
     CHOICE,
     FAMILIES,
     FAMILY_STEP,
+    OPTIONS,
     SET_ASIDE,
     SOURCES,
     Prepared,
+    part_of,
     prepare,
     served_model,
 )
@@ -284,9 +288,14 @@ def test_files_of_the_teacher_are_kept_for_the_same_prompts(
 def test_the_recipe_runs_from_the_data_to_a_calibrated_checkpoint(
     prepared: Prepared, small_teacher: Path, tmp_path: Path
 ) -> None:
+    data = shutil.copytree(prepared.report.parents[1] / "data", tmp_path / "data")
+    rows = pd.read_parquet(data / "castillo_validation.parquet")
+    # Lengths that the checkpoint does not predict: a recipe whose calibration is not better stops.
+    rows["output_tokens"] = [np.array([20, 30, 45]) + number for number in range(len(rows))]
+    rows.to_parquet(data / "castillo_validation.parquet")
     options = ("--stage1.epochs=1", "--stage2.epochs=1", "--batch_size=64", "--precision=32-true")
     config = recipe.PretrainedConfig(
-        data=str(prepared.report.parents[1] / "data"),
+        data=str(data),
         out=str(tmp_path / "out"),
         teacher=str(small_teacher),
         initial=None,
@@ -294,12 +303,40 @@ def test_the_recipe_runs_from_the_data_to_a_calibrated_checkpoint(
         export=False,
     )
     recipe.pretrained(config)
-    written = (tmp_path / "out" / "checkpoint" / "model.safetensors").stat().st_mtime_ns
+    weights = tmp_path / "out" / "checkpoint" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
     recipe.pretrained(config)  # nothing is left to do
-    assert (tmp_path / "out" / "checkpoint" / "model.safetensors").stat().st_mtime_ns == written
+    assert weights.stat().st_mtime_ns == written
     model = load_checkpoint(tmp_path / "out" / "calibrated").model
     assert model.config.form.part_tokens is not None
     assert model.config.form.part_tokens.format_size
+
+    out = tmp_path / "continued"
+    recipe.pretrained(replace(config, out=str(out), continued=str(weights.parent)))
+    run = json.loads((out / "checkpoint" / "run.json").read_text())["config"]
+    assert run["init"] == str(weights.parent)
+    assert {Path(file).name.startswith("share-") for file in run["data"]} == {True, False}
+    assert (out / "calibrated").is_dir()
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_a_continued_training_has_whole_prompts_and_all_options(
+    prepared: Prepared, share: float, tmp_path: Path
+) -> None:
+    training = {Path(shutil.copy(file, tmp_path)): weight for file, weight in prepared.training.items()}
+    parts = part_of(training, share)
+    assert list(parts.values()) == list(training.values())
+    numbers = []
+    for file, part in zip(training, parts, strict=True):
+        rows, chosen = pd.read_parquet(file), pd.read_parquet(part)
+        prompts = set(chosen.prompt)
+        assert len(chosen) == rows.prompt.isin(prompts).sum()
+        if file.stem == OPTIONS:
+            assert part == file
+        else:
+            numbers.append((len(prompts), rows.prompt.nunique()))
+    ratio = sum(number for number, _ in numbers) / sum(number for _, number in numbers)
+    assert ratio == pytest.approx(share, abs=0.1)
 
 
 def test_two_teachers_are_averaged(teacher: ArtifactRuntime, tmp_path: Path) -> None:
