@@ -124,9 +124,9 @@ def _write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -
 def _sources(module: ModuleType) -> set[Path]:
     """The files of a module of scheduler_core, and of those of its modules that are imported for it."""
     sources: set[Path] = set()
-    left = [Path(str(module.__file__))]
-    while left:
-        file = left.pop()
+    pending = [Path(str(module.__file__))]
+    while pending:
+        file = pending.pop()
         if file in sources:
             continue
         sources.add(file)
@@ -135,9 +135,7 @@ def _sources(module: ModuleType) -> set[Path]:
                 names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
                 for name in (part for each in names for part in _packages(each)):
                     path = _ROOT.joinpath(*name.split("."))
-                    left += [
-                        each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()
-                    ]
+                    pending += filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
     return sources
 
 
