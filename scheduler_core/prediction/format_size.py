@@ -33,10 +33,11 @@ _MEMBERS = ("properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "
 _JSON_TYPES = frozenset((*_TYPES, "object", "array", "string"))
 #: Limits of what is read: nesting, values, members of an object or choices, and characters of a regular expression.
 _MAX_DEPTH, _MAX_VALUES, _MAX_MEMBERS, _MAX_CHARS = 10, 400, 64, 1_000
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.")
+#: A class without an end goes to the end of the text: to look for it from each bracket would take quadratic time.
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\\.", re.DOTALL)
 _COUNT = re.compile(r"\{(\d{1,6})(?:(,)(\d{1,6})?)?\}|[*+]")
 #: Signs of regular expressions that match nothing.
-_SIGNS = re.compile(r"\(\?(?:[:=!]|P?<[^>]*>)|[()^$?|]")
+_SIGNS = re.compile(r"\(\?(?:[:=!]|P?<[^>]{0,40}>)|[()^$?|]")
 
 
 def is_schema(value: object) -> bool:

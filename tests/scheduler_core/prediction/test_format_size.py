@@ -103,6 +103,13 @@ def test_regular_expressions(pattern: str, low: float, high: float) -> None:
     assert low <= regex_tokens(pattern) <= high
 
 
+# Each bracket was searched for its end, up to the end of the text: 18 ms for one of 1,000 characters, in the event loop.
+@pytest.mark.mend
+@pytest.mark.parametrize("pattern", ["[" * 1_000, "[" * 999 + "\\", "[a-z" * 250, "[\\\n" * 300])
+def test_a_class_without_an_end_goes_to_the_end_of_the_text(pattern: str) -> None:
+    assert regex_tokens(pattern) == regex_tokens("[a-z]")
+
+
 def test_choices_and_steps() -> None:
     assert choice_tokens([]) == 1
     assert choice_tokens(["no", "a very long choice of words"]) > choice_tokens(["no", "yes"])
