@@ -37,7 +37,7 @@ from scheduler_core.shell.command import CHECK_FAILED
 from scheduler_core.shell.files import write_json
 from scheduler_core.simulator.commands.calibrate import EngineCalibrationConfig, calibrate
 from scheduler_core.simulator.measurements.prometheus import parse_scrapes
-from scheduler_core.simulator.measurements.sources import Source, metrics_source, read_sources
+from scheduler_core.simulator.measurements.sources import MeasurementSource, metrics_source, read_sources
 from tailcast.commands.plan import main as plan
 
 #: Lengths of prompts and outputs in tokens, log-uniformly distributed.
@@ -164,9 +164,9 @@ def measure(options: argparse.Namespace) -> dict[str, list[Path]]:
     return files
 
 
-def joined(sources: Sequence[Source], name: str) -> Source:
+def joined(sources: Sequence[MeasurementSource], name: str) -> MeasurementSource:
     """The parts of a load as one source, far apart in time."""
-    whole = Source(name, [])
+    whole = MeasurementSource(name, [])
     for index, source in enumerate(sources):
         whole.measurements += source.measurements
         for probe in source.probes:
@@ -217,8 +217,8 @@ def planned(
     content = json.loads(target.read_text(encoding="utf-8"))
     metrics = content["answer"]["metrics"]
     simulated = {name: metrics[name]["mean"] for name in NAMES}
-    kept = {name: fit[name] for name in ("num_requests", "measured")}
-    return kept | {"simulated": simulated, "exit_code": code, "text": content["text"]}
+    measured = {name: fit[name] for name in ("num_requests", "measured")}
+    return measured | {"simulated": simulated, "exit_code": code, "text": content["text"]}
 
 
 def table(results: Mapping[str, Any]) -> str:

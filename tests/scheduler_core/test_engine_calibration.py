@@ -28,7 +28,7 @@ from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt
 from scheduler_core.simulator.measurements.fit import fit_step_time, validated_fit
 from scheduler_core.simulator.measurements.prometheus import watch_metrics
 from scheduler_core.simulator.measurements.requests import request_measurements
-from scheduler_core.simulator.measurements.sources import Source, read_sources
+from scheduler_core.simulator.measurements.sources import MeasurementSource, read_sources
 from scheduler_core.simulator.measurements.steps import Region, StepMeasurement, step_of_table
 from scheduler_core.simulator.step_time import make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
@@ -255,7 +255,7 @@ def test_time_outside_the_steps_of_an_engine_of_another_phase(speed: float) -> N
     """Steps of a real engine begin at other times than simulated ones: 23 to 25 ms were found, because only requests with a
     short simulated wait were compared, and a real run had 21 % too much TTFT."""
     true = replace(TRUE, base_s=0.05, frontend_s=0.008)
-    source = Source("x", [], measured(true, 2.0, num=400))
+    source = MeasurementSource("x", [], measured(true, 2.0, num=400))
     source.measurements = steps_of(source.probes)
     parameters = {name: speed * getattr(true, name) for name in NAMES}
     delays = calibrate.fitted_delays(config_of([Path("x")]), [source], parameters)

@@ -22,7 +22,7 @@ from scheduler_core.simulator.commands import calibrate
 from scheduler_core.simulator.commands.replicas import ReplicasConfig, find_replicas
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
-from scheduler_core.simulator.measurements.sources import Source
+from scheduler_core.simulator.measurements.sources import MeasurementSource
 from scheduler_core.simulator.measurements.steps import StepMeasurement
 from scheduler_core.simulator.metrics import metric_bounds
 from scheduler_core.simulator.run import run_simulation
@@ -352,7 +352,10 @@ def test_a_calibration_that_does_not_describe_the_engine_fails(
 ) -> None:  # fmt: skip
     steps = [StepMeasurement(0.01 + 0.001 * decodes, decodes, 100.0 * decodes) for decodes in range(1, 29)]
     left_out = Counter({"HTTP 503": num_failed}) if num_failed else Counter()
-    sources = [Source(name, steps, left_out=Counter(left_out)) for name in ("1 requests/s", "2 requests/s")]
+    sources = [
+        MeasurementSource(name, steps, left_out=Counter(left_out))
+        for name in ("1 requests/s", "2 requests/s")
+    ]
     monkeypatch.setattr(calibrate, "probe_engine", lambda *_, **__: sources)
     errors = {} if math.isnan(error) else {"ttlt_s": error}
     monkeypatch.setattr(calibrate, "load_error", lambda source, *_: {"name": source.name, "error": errors})

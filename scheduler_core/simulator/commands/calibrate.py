@@ -25,7 +25,7 @@ from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.measurements.fit import PARAMETERS, StepTimeFit, fit_step_time, validated_fit
 from scheduler_core.simulator.measurements.prometheus import watch_metrics
 from scheduler_core.simulator.measurements.requests import request_measurements
-from scheduler_core.simulator.measurements.sources import Source, metrics_source, read_sources
+from scheduler_core.simulator.measurements.sources import MeasurementSource, metrics_source, read_sources
 from scheduler_core.simulator.measurements.steps import Region, StepMeasurement, missing_points
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.step_time import make_step_time
@@ -152,7 +152,9 @@ def run(config: EngineCalibrationConfig) -> int:
 
 
 def calibrate(
-    config: EngineCalibrationConfig, sources: Sequence[Source], held_out: Sequence[Source] = ()
+    config: EngineCalibrationConfig,
+    sources: Sequence[MeasurementSource],
+    held_out: Sequence[MeasurementSource] = (),
 ) -> dict[str, Any]:
     """Fits the model to the steps of the sources, and predicts the requests of each source that has them.
 
@@ -193,18 +195,18 @@ def calibrate(
     }
 
 
-def _steps_of(sources: Sequence[Source]) -> list[StepMeasurement]:
+def _steps_of(sources: Sequence[MeasurementSource]) -> list[StepMeasurement]:
     return [step for source in sources for step in source.measurements]
 
 
-def fit_to(config: EngineCalibrationConfig, sources: Sequence[Source]) -> StepTime:
+def fit_to(config: EngineCalibrationConfig, sources: Sequence[MeasurementSource]) -> StepTime:
     """The model fitted to some sources, with the delays of their requests."""
     fit = fit_step_time(_steps_of(sources), config.step_time_model, config.step_time_parameters)
     return make_step_time(fit.name, fit.parameters | fitted_delays(config, sources, fit.parameters))
 
 
 def fitted_delays(
-    config: EngineCalibrationConfig, sources: Sequence[Source], parameters: Mapping[str, Any]
+    config: EngineCalibrationConfig, sources: Sequence[MeasurementSource], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The parameters `frontend_s` and `async_scheduling` with which the simulation has the most similar times to the first
     token, for requests that only wait for the next steps, or the half that waits least. At which time of a step a request
@@ -288,7 +290,7 @@ def probe_engine(
     *,
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> list[Source]:
+) -> list[MeasurementSource]:
     """Sends both loads alternately to the live engine: the sources of the first and the held-out load."""
     endpoint = config.endpoint()
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
@@ -305,7 +307,7 @@ def probe_engine(
     sources = []
     for probes, rate, _ in pairs:
         steps, left_out = request_measurements(probes, config.scheduler.max_num_batched_tokens)
-        sources.append(Source(f"{rate:g} requests/s", steps, probes, left_out))
+        sources.append(MeasurementSource(f"{rate:g} requests/s", steps, probes, left_out))
     return sources
 
 
@@ -327,7 +329,7 @@ def draw_probes(
     ]
 
 
-def load_error(source: Source, step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
+def load_error(source: MeasurementSource, step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
     """`latency_error` of a source, with its name."""
     return {"name": source.name} | latency_error(source.probes, step_time, limits)
 

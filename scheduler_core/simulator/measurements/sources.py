@@ -48,7 +48,7 @@ STEP_COLUMNS = (
 
 
 @dataclass(slots=True)
-class Source:
+class MeasurementSource:
     """What was read from one run of an engine.
 
     Attributes:
@@ -71,13 +71,13 @@ class Source:
         return len(self.measurements) + sum(self.left_out.values())
 
 
-def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Source]:
+def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[MeasurementSource]:
     """The measurements in files and folders of segments of the proxy's log. Scrapes of /metrics in several files are one
     series, in the order of the files. `InputError`, naming the file, its line and the value, for what is malformed.
 
     `limits` are those of the measured engine.
     """
-    sources: list[Source] = []
+    sources: list[MeasurementSource] = []
     scrapes: defaultdict[tuple[str, ...], list[dict[str, float]]] = defaultdict(list)
     logs: list[Probe] = []
     for path in _files(paths):
@@ -95,7 +95,7 @@ def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Source]:
             steps, left_out, num_tokens = log_measurements(text.splitlines(), str(path))
             if not steps and not left_out:
                 raise InputError("measurements", str(path), FORMATS)
-            sources.append(Source(str(path), steps, left_out=left_out, kv_tokens=num_tokens))
+            sources.append(MeasurementSource(str(path), steps, left_out=left_out, kv_tokens=num_tokens))
             continue
         if isinstance(first, dict) and "data" in first and "status" in first:
             for key, parts in parse_range_query(first, str(path)).items():
@@ -107,7 +107,9 @@ def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Source]:
         elif is_feedback:
             logs += [_logged(row, path, number) for number, row in rows]
         elif isinstance(first, list) or (isinstance(first, dict) and "num_decodes" in first):
-            sources.append(Source(str(path), [_step(row, f"{path}, line {number}") for number, row in rows]))
+            sources.append(
+                MeasurementSource(str(path), [_step(row, f"{path}, line {number}") for number, row in rows])
+            )
         else:
             raise InputError("measurements", str(path), FORMATS)
     if logs:
@@ -119,9 +121,9 @@ def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Source]:
 
 def metrics_source(
     scrapes: Mapping[tuple[str, ...], list[dict[str, float]]], limits: SchedulerConfig
-) -> Source:
+) -> MeasurementSource:
     """The steps between the scrapes of all engines; series without a number of steps are not those of an engine."""
-    source = Source(METRICS, [])
+    source = MeasurementSource(METRICS, [])
     engines = [parts for parts in scrapes.values() if any(STEPS in one for one in parts)]
     for parts in engines or scrapes.values():
         steps, left_out = scrape_measurements(parts, limits.max_num_batched_tokens)
@@ -181,9 +183,9 @@ def _object(row: Any, name: str) -> dict[str, Any]:
     return row
 
 
-def _requests(name: str, probes: list[Probe], limits: SchedulerConfig) -> Source:
+def _requests(name: str, probes: list[Probe], limits: SchedulerConfig) -> MeasurementSource:
     steps, left_out = request_measurements(from_zero(probes), limits.max_num_batched_tokens)
-    return Source(name, steps, probes, left_out)
+    return MeasurementSource(name, steps, probes, left_out)
 
 
 def _step(row: Any, name: str) -> StepMeasurement:
