@@ -26,10 +26,6 @@ class PrefixIndex:
                 return count
         return len(item.prefix_blocks)
 
-    def num_blocks(self, replica_id: str) -> int:
-        """Number of blocks stored for a replica."""
-        return len(self._sent.get(replica_id, ()))
-
     def add(self, item: RoutingRequest, replica_id: str) -> None:
         """Stores the prompt of a request that was sent to the replica."""
         sent = self._sent.setdefault(replica_id, OrderedDict())
