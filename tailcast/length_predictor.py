@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: Maximum number of unknown models that a predictor warns of.
 _MAX_WARNINGS = 16
+#: Codes of errors that no single request causes.
+_OF_SERVICE = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED"})
 #: The predictor of both, length and urgency.
 DEFAULT_PREDICTOR = "pretrained+urgency"
 #: Predicts requests, each with all heads of one artifact.
@@ -222,8 +224,8 @@ class LengthPredictor:
         try:
             return self._others[number](requests)
         except Exception as error:  # of any kind, it must not cost the length
-            if len(requests) == 1:
-                return [self._parts.missing(number, error)]
+            if len(requests) == 1 or getattr(error, "code", None) in _OF_SERVICE:
+                return [self._parts.missing(number, error)] * len(requests)
         return [self._joined(number, [request])[0] for request in requests]
 
     def _warn(self, model: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tailcast
-from predictors.client import GrpcPredictor
+from predictors.client import GrpcPredictor, PredictorError, SyncPredictor
 from predictors.heads import Predicted
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
@@ -302,6 +302,24 @@ def test_the_python_object_shows_a_missing_urgency(
         assert len(caplog.messages) == 1
         rows = predictor.predictions(["sea", "a long essay"], [None] * 2, [None] * 2)
         assert [len(row.missing) for row in rows] == [1, 0]
+
+
+@pytest.mark.mend  # Each of 256 rows waited for its own deadline of a service that hangs.
+def test_a_service_that_fails_is_not_asked_again_for_each_text(
+    artifact_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def late(self: SyncPredictor, requests: Sequence[PredictionRequest]) -> Any:
+        sizes.append(len(requests))
+        raise PredictorError.about(None, "DEADLINE_EXCEEDED", None, "x")
+
+    monkeypatch.setattr(SyncPredictor, "predict", late)
+    with tailcast.load(artifact_folder) as predictor:
+        predictor.join("grpc://127.0.0.1:9")
+        rows = predictor.predictions(["sea"] * 9, [None] * 9, [None] * 9)
+    assert [len(row.missing) for row in rows] == [1] * 9
+    assert sizes == [9]
 
 
 @pytest.mark.mend
