@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +91,7 @@ def read_requests(log: str, config: PlanConfig, scratch: Path) -> RequestLog:
 def _is_trace(path: Path) -> bool:
     """Whether it is a table with the columns of a trace; not if it is none, such as one JSON object."""
     try:
-        first = next(iter(islice(file_rows(path, "log", on_bad_row=lambda *_: None), 1)), None)
+        first = next(iter(file_rows(path, "log", on_bad_row=lambda *_: None)), None)
     except InputError:
         return False
     return first is not None and all(first[1].get(name) is not None for name in _TRACE)

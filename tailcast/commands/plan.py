@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class PlanCommandConfig(PlanConfig):
     """Find the cheapest GPUs, number of replicas and settings that meet targets, from a log of your requests.
 
-    The last lines say what was left out, and what may mislead. The exit code is 3 if the recommendation is not reliable: the log is too
-    short, or most of it was left out.
+    The last lines list what was left out, and what may mislead. The exit code is 3 if the recommendation is not reliable, for example
+    because the log is too short, or if more than half of the log was left out.
     """
 
     INPUTS = ("log", "model", "step_time_parameters", "predictor")
