@@ -262,6 +262,8 @@ def test_scenarios_and_prices_in_words() -> None:
         "outputs=2+failed_replicas=1": {"outputs": 2.0, "failed_replicas": 1.0},
     }
     assert parse_prices("h100-80gb=2, l40s-48gb=0.9") == config.prices
+    with pytest.raises(InputError, match="one price for h100-80gb"):
+        parse_prices("h100-80gb=2,h100-80gb=3")
     names: Sequence[str] = [choice.hardware for choice in config.hardware()]
     assert "8 x l40s-48gb" in names
     assert len(names) == 8

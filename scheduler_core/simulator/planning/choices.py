@@ -87,6 +87,8 @@ def parse_prices(gpus: Mapping[str, float] | str) -> dict[str, float]:
     if isinstance(gpus, str):
         for part in gpus.split(","):
             name, equals, price = (word.strip() for word in part.partition("="))
+            if name in prices:
+                raise InputError("gpus", gpus, f"one price for {name}")
             try:
                 prices[name] = parse_number(price)
             except ValueError as error:
