@@ -91,12 +91,12 @@ class StepTimes:
     def __init__(self) -> None:
         size = len(_PRIOR)
         self._gram, self._response = np.zeros((size, size)), np.zeros(size)
-        self._coefficients = np.zeros((len(CLASSES), size))
+        #: Of each class; without steps those of the prior.
+        self._coefficients = np.tile(_PRIOR, (len(CLASSES), 1))
         #: Sums of the errors of each class over the last steps.
         self._errors = np.zeros(len(CLASSES))
         self._num_steps = self._num_new = 0
         self._best = 0
-        self._fit()
 
     @property
     def name(self) -> str:
