@@ -57,7 +57,7 @@ def core_of(former: str, policy: str = "fcfs", **more: Any) -> Scheduler:
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tuple[str, str]) -> None:
     """The scheduler itself asserts that it is never idle with requests around, `Drive` validates after every call."""
-    given = rows(num_levels=3 if pair[0] == "priority" else 1)
+    given = rows(num_levels=1 if pair[0] == "fcfs" else 3)
     run = drive(pair, given)
     run.run()
     found = {name: item.output_tokens for name, item in run.finished.items()}
