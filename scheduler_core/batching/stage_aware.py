@@ -97,9 +97,7 @@ class StageAware(BatchFormer):
             return []
         if _decodes(best[-1]):
             ongoing = [item for item in ongoing if _decodes(item[-1])]
-        merged = ongoing + self._candidates(pool, now, only_decodes=_decodes(best[-1]))
-        merged.sort(key=lambda item: item[:4])
-        return merged
+        return sorted(ongoing + self._candidates(pool, now, only_decodes=_decodes(best[-1])))
 
     @staticmethod
     def _candidates(pool: Pool, now: float, *, only_decodes: bool) -> list[Ranked]:
