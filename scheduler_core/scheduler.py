@@ -150,13 +150,16 @@ class Scheduler:
         self._check_new(request)
         self._now = now
         state = RequestState(request, order=self.counters.num_added)
-        if self.policy.reads("priority"):
-            state.declared_level = 0  # that is the policy's own order
+        self._set_declared_level(state)
         self.pool.look_up(state)
         self.policy.on_arrival(state, now)
         self.pool.enter(state, now)
         self.counters.num_added += 1
         self._record("add", now, request=request)
+
+    def _set_declared_level(self, state: RequestState) -> None:
+        """Sets it to the priority, unless that is the policy's own order."""
+        state.declared_level = 0 if self.policy.reads("priority") else state.request.priority
 
     def update(self, request_id: str, prediction: Prediction | None, now: float) -> None:
         """Applies the prediction of a request; None means that the predictor failed.
@@ -435,6 +438,7 @@ class Scheduler:
         self._now = now
         self._record("attach", now, state=state)
         state.order = self.counters.num_added
+        self._set_declared_level(state)
         self.policy.on_arrival(state, now)
         if state.has_prediction:
             self.policy.on_prediction(state)

@@ -104,6 +104,27 @@ def test_a_running_request_goes_on_where_it_left_off() -> None:
     assert (a.counters.num_moved_out, b.counters.num_moved_in) == (1, 1)
 
 
+@pytest.mark.mend
+@pytest.mark.parametrize("source", ["fcfs", "priority"])
+def test_a_moved_request_has_the_level_of_its_destination(source: str) -> None:
+    """It kept that of its source, and had its priority in a replay, also under policy priority: another one was preempted."""
+    log = DecisionLog()
+    sides = {"a": scheduler(source), "b": scheduler("priority", log)}
+    a, b = sides["a"], sides["b"]
+    a.add(request("r", prompt=38, cap=100, priority=5), 0.0)
+    run_step(a, 0.0)
+    migrations = Migrations(sides, stage_blocks=40)
+    migrations.start(MOVE, 0.0)
+    assert migrations.copied("r", 0.1) == Copy(MOVE, 1, live=False)
+    assert migrations.copied("r", 0.2) == Committed(MOVE, num_stages=2, num_blocks=10)
+    b.add(request("s", prompt=60, cap=80, priority=9), 0.2)
+    finished = []
+    while len(finished) < 2:
+        finished += [(item.request_id, item.num_preemptions) for item in run_step(b, 1.0)]
+    assert finished == [("r", 0), ("s", 1)]
+    assert replay(log.entries).counters == b.counters
+
+
 def test_a_copy_costs_the_bytes_of_its_tokens_over_the_bandwidth() -> None:
     """Llama-2-7B: 2 x 32 layers x 4096 x 2 bytes = 512 KiB per token; 16 blocks of 16 tokens over 100 Gb/s: 10.7 ms."""
     link = KVLink(kv_bytes_per_token=524_288)
