@@ -134,7 +134,7 @@ class EngineOrder:
         """The declared level of a live request, and its position, from 1, if it is among the first `num` that wait in the
         proxy. None if it is not live."""
         state = self._order.states.get(request_id)
-        return None if state is None else (self._order.level(state), None)
+        return None if state is None else (state.declared_level, None)
 
     def running(self) -> list[RequestState]:
         """The requests in the engine that are not in the order any more, in the order of sending."""
@@ -176,14 +176,14 @@ class SentOrder(EngineOrder):
         self.policy.take_changed(now)
         key = self.policy.key(state, now)
         self._admit(state.request_id, now)
-        return self._order.level(state), key
+        return state.declared_level, key
 
     def first(self, num: int) -> list[RequestState]:
         """The first `num` sent requests without output in the order of their keys, smaller first."""
         now = self.clock()
         sent = (state for state in self._order.states.values() if super(SentOrder, self)._is_running(state))
         keys = {
-            state: (self._order.level(state), self.policy.key(state, now))
+            state: (state.declared_level, self.policy.key(state, now))
             for state in sent
             if state.first_token_s is None
         }

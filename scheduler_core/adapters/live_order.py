@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.engine.memory_victim import may_displace
+from scheduler_core.engine.memory_victim import eviction_rank, may_displace
 from scheduler_core.engine.queues import WaitingQueue
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.errors import InputError
@@ -138,7 +138,7 @@ class LiveOrder:
         # Not called where the policy does not implement it, once for every token of every request; a wrapper has none.
         self._has_on_tokens = getattr(type(policy), "on_tokens", None) is not Policy.on_tokens
         policy.bind(self.engine)
-        self.level = level or (lambda state: 0)
+        self._level = level or (lambda state: 0)
         #: Declared levels so far, at most two of them.
         self.levels: set[int] = set()
         self.states: dict[str, RequestState] = {}
@@ -153,7 +153,7 @@ class LiveOrder:
         """Adds a new request, which is not in the queue yet."""
         assert request.request_id not in self.states, "the request id is already in use"
         state = RequestState(request, order=self._num_arrived)
-        state.declared_level = level = self.level(state)
+        state.declared_level = level = self._level(state)
         if len(self.levels) < 2:
             self.levels.add(level)
         self._num_arrived += 1
@@ -265,16 +265,10 @@ class LiveOrder:
         return state
 
     def worst_first(self, request_ids: Iterable[str], now: float) -> list[tuple[float, RequestState]]:
-        """Running requests with their eviction keys, in the order of eviction (see `EvictionQueue`)."""
+        """Running requests with their eviction keys, in the order of eviction (see `eviction_rank`)."""
         states = [self.states[request_id] for request_id in request_ids if request_id in self.states]
         ranked = [(self.policy.eviction_key(state, now), state) for state in states]
-        ranked.sort(
-            key=lambda pair: (
-                *(pair[0] > -math.inf, pair[1].declared_level, pair[0]),
-                *(pair[1].request.arrival_s, pair[1].order),
-            ),
-            reverse=True,
-        )
+        ranked.sort(key=lambda pair: eviction_rank(pair[1], pair[0]), reverse=True)
         return ranked
 
     def victims_for(

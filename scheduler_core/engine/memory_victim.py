@@ -1,5 +1,6 @@
 """Which running requests to preempt: declared levels, before the order of every policy, and victims of those without one."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -14,9 +15,16 @@ PREEMPTIONS_PER_ROUND = 4
 
 def least_urgent(running: Sequence[RequestState]) -> list[RequestState]:
     """Those of the largest declared level, in the given order: one of them is preempted. The rule of the policy, or of a
-    paper, decides which. `EvictionQueue` has the same order."""
+    paper, decides which."""
     largest = max([state.declared_level for state in running])
     return [state for state in running if state.declared_level == largest]
+
+
+def eviction_rank(state: RequestState, eviction_key: float) -> tuple[bool, int, float, float, int]:
+    """Sort key of running requests under policies that evict by key; the largest is evicted first. Those at -infinity are
+    evicted after all others."""
+    request = state.request
+    return eviction_key > -math.inf, state.declared_level, eviction_key, request.arrival_s, state.order
 
 
 def may_displace(policy: Policy, running: RequestState, waiting: RequestState, now: float) -> bool:

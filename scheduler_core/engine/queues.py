@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from scheduler_core.engine.memory_victim import eviction_rank
 from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
@@ -138,8 +139,7 @@ class WaitingQueue(LazyHeap):
 
 
 class EvictionQueue(LazyHeap):
-    """The running requests in the order of eviction: those of the largest declared level first, then those of the largest
-    eviction key, ties by latest arrival; those at -infinity after all others.
+    """The running requests in the order of eviction: largest `eviction_rank` first.
 
     If the running keys of the policy change "on_event", the heap is always up to date. Otherwise all keys are
     recomputed, O(n), at the first access in a step.
@@ -242,10 +242,7 @@ class EvictionQueue(LazyHeap):
             largest = max(keys)
             candidates = [state for state, key in zip(states, keys, strict=True) if key == largest]
             return max(candidates, key=lambda state: (state.request.arrival_s, state.order))
-        ranks = [
-            (key > -math.inf, state.declared_level, key, state.request.arrival_s, state.order)
-            for state, key in zip(states, keys, strict=True)
-        ]
+        ranks = [eviction_rank(state, key) for state, key in zip(states, keys, strict=True)]
         return states[ranks.index(max(ranks))]
 
     def in_order(self, now: float) -> Generator[RequestState, None, None]:

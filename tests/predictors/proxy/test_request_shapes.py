@@ -201,7 +201,7 @@ async def test_a_tier_is_one_step_of_priority(engine: str, monkeypatch: pytest.M
             ({"x-tailcast-tier": "4"}, -3),
         ):
             await proxy.post(chat(SHORT, priority=priority), headers)
-            levels.append(order.level(states[-1]))
+            levels.append(states[-1].declared_level)
         assert levels == [0, -2, 2, -1]
         if engine == "vllm":
             sent = [int(headers["X-Vllm-Priority"]) for _, _, headers, _ in fake.requests]
