@@ -15,7 +15,7 @@ from scheduler_core.shell.threads import check_threads
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serve predictions over gRPC and optionally HTTP. SIGTERM or Ctrl-C stops; SIGHUP reloads artifacts and certificates."""
+    """Serve predictions over gRPC and optionally HTTP. SIGTERM or Ctrl-C stops; SIGHUP reloads artifacts, certificates and tokens."""
 
     INPUTS = (
         *("artifact", "more_artifacts", "public_key", "token_file"),
@@ -68,7 +68,7 @@ class ServeConfig:
     token_file: str | None = None
     """File with the valid bearer tokens, one per line; default: no authentication."""
     reload_poll_s: float = 0.0
-    """Seconds between checks for a new version of an artifact or new certificates; 0: only at SIGHUP."""
+    """Seconds between checks for a new version of an artifact, new certificates or tokens; 0: only at SIGHUP."""
     log_format: Literal["text", "json"] = "text"
     """Format of log lines: text, or one JSON object per line."""
     traces: bool = False

@@ -113,16 +113,20 @@ class ServiceMetrics:
         self.misses = counter("cache_misses", "Predictions not in the cache.")
         self.missing = counter("missing_parts", "Predictions without this part of a joined artifact.")
         self.reloads = counter("reloads", "Artifact replacements, by outcome.", "outcome")
-        text = "Readings of new certificates, by outcome."
-        self.certificate_reloads = Counter(
-            "tailcast_certificate_reloads", text, ["outcome"], registry=self.registry
+        self.certificate_reloads = self._file_reloads(
+            "certificate", "Readings of new certificates, by outcome."
         )
-        for outcome in ("taken", "refused"):  # an increase from nothing is none
-            self.certificate_reloads.labels(outcome)
+        self.token_reloads = self._file_reloads("token", "Readings of new bearer tokens, by outcome.")
         sum_gauge = functools.partial(metric, Gauge, multiprocess_mode="livesum")
         self.queue_length = sum_gauge("queue_length", "Requests in flight.")
         max_gauge = functools.partial(metric, Gauge, multiprocess_mode="livemax")
         self.info = max_gauge("artifact_info", "1 for the version in service.", "version", "provider")
+
+    def _file_reloads(self, name: str, text: str) -> Counter:
+        reloads = Counter(f"tailcast_{name}_reloads", text, ["outcome"], registry=self.registry)
+        for outcome in ("taken", "refused"):  # an increase from nothing is none
+            reloads.labels(outcome)
+        return reloads
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

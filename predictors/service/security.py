@@ -1,4 +1,4 @@
-"""Access control: TLS, mutual TLS, bearer tokens; certificates that can be replaced while serving."""
+"""Access control: TLS, mutual TLS, bearer tokens; their files can be replaced while serving."""
 
 from __future__ import annotations
 
@@ -88,13 +88,32 @@ class Certificates:
 
 
 class BearerTokens:
-    """Hashes of the valid tokens of a file, one per line; empty lines and comments (#) are ignored."""
+    """Hashes of the valid tokens of a file, one per line; empty lines and comments (#) are ignored. New calls need one of those
+    that `reload` has read last. InputError for a missing or invalid file."""
 
     def __init__(self, path: str) -> None:
-        lines = map(str.strip, existing_file(path, "token_file").read_text(encoding="utf-8").splitlines())
-        self._digests = [_digest(line) for line in lines if line and not line.startswith("#")]
-        if not self._digests:
+        self._path = path
+        self._state: object = None
+        self._digests: list[bytes] = []
+        self.reload()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether the file is another than that of the last `reload`, also if it has failed."""
+        return self._state != file_state(self._path)
+
+    def reload(self) -> None:
+        """Reads the file; InputError, without any change, if it is missing or has no token."""
+        self._state = file_state(self._path)
+        try:
+            text = existing_file(self._path, "token_file").read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError("token_file", self._path, "a text in UTF-8") from error
+        lines = map(str.strip, text.splitlines())
+        digests = [_digest(line) for line in lines if line and not line.startswith("#")]
+        if not digests:
             raise InputError("token_file", "no token", "at least one token, one per line")
+        self._digests = digests
 
     def check(self, authorization: str | bytes | None) -> None:
         """Raises UnauthenticatedError unless the header has a valid bearer token; constant time."""

@@ -1,4 +1,4 @@
-"""The prediction server: bind, warm up, serve, reload artifacts and certificates, drain."""
+"""The prediction server: bind, warm up, serve, reload artifacts, certificates and tokens, drain."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PredictionServer:
         config: Addresses, limits and access; `artifact`, `workers` and batching options are ignored.
         reopen, joined, worker_cores: As in `ArtifactTable` and `ServiceThreads`.
         source_state: A value that changes when the files of an artifact do; read every `config.reload_poll_s`, as those of
-            the certificates.
+            certificates and tokens.
         shares_ports: Whether other processes listen on the same ports and share their connections.
         num_listeners: Number of gRPC servers on the port, which share its connections. A single server
             accepts calls one by one with two thread switches each, so that on a busy machine calls wait
@@ -142,22 +142,26 @@ class PredictionServer:
         return self.artifacts.num_in_flight
 
     async def _watch(self) -> None:
-        """Reloads artifacts and certificates whenever their files have changed."""
+        """Reloads artifacts, certificates and tokens whenever their files have changed."""
         previous = self._source_state()
         while True:
             await asyncio.sleep(self.config.reload_poll_s)
             if self._certificates is not None and self._certificates.have_changed:
                 self._reload_certificates(self._certificates)
+            if self._tokens is not None and self._tokens.have_changed:
+                self._reload_tokens(self._tokens)
             state = self._source_state()
             if state != previous:
                 previous = state
                 await self._reload_artifacts()
 
     async def reload(self) -> None:
-        """Reads the certificates again, and replaces every artifact whose files have changed; what fails is logged, and the
-        old one stays."""
+        """Reads certificates and tokens again, and replaces every artifact whose files have changed; what fails is logged, and
+        the old one stays."""
         if self._certificates is not None and self._certificates.http is not None:
             self._reload_certificates(self._certificates)
+        if self._tokens is not None:
+            self._reload_tokens(self._tokens)
         await self._reload_artifacts()
 
     def _reload_certificates(self, certificates: Certificates) -> None:
@@ -169,6 +173,16 @@ class PredictionServer:
         except (TailcastError, OSError) as error:
             logger.error("certificates: rejected the new files, kept the old ones: %s", error)
         self.metrics.certificate_reloads.labels(outcome).inc()
+
+    def _reload_tokens(self, tokens: BearerTokens) -> None:
+        outcome = "refused"
+        try:
+            tokens.reload()
+            outcome = "taken"
+            logger.info("tokens: read again, for new calls")
+        except (TailcastError, OSError) as error:
+            logger.error("tokens: rejected the new file, kept the old tokens: %s", error)
+        self.metrics.token_reloads.labels(outcome).inc()
 
     async def _reload_artifacts(self) -> None:
         for name in self.artifacts.names:

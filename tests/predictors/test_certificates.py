@@ -1,4 +1,4 @@
-"""Certificates of the prediction service that are replaced while it serves, by real handshakes over gRPC and HTTP."""
+"""Certificates and tokens of the prediction service that are replaced while it serves, by real calls over gRPC and HTTP."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 
 from predictors.client import ClientSettings, GrpcPredictor, PredictorError, TlsSettings
+from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.security import Certificates
 from predictors.service.server import PredictionServer
@@ -39,9 +41,9 @@ def client_of(address: str, pki: Path, authority: str) -> GrpcPredictor:
     )
 
 
-def counted(server: PredictionServer, outcome: str) -> float:
+def counted(server: PredictionServer, outcome: str, kind: str = "certificate") -> float:
     lines = server.metrics.exposition().decode().splitlines()
-    start = f'tailcast_certificate_reloads_total{{outcome="{outcome}"}}'
+    start = f'tailcast_{kind}_reloads_total{{outcome="{outcome}"}}'
     return sum(float(line.split()[-1]) for line in lines if line.startswith(start))
 
 
@@ -171,3 +173,51 @@ def test_files_that_change_while_they_are_read_are_not_used(
     certificates.reload()
     assert certificates.http.current is not context
     assert not certificates.have_changed
+
+
+# A token that was removed from its file was accepted until a restart.
+@pytest.mark.mend
+@pytest.mark.parametrize("poll_s", [0.0, 0.01], ids=["sighup", "files"])
+async def test_a_removed_token_is_refused_for_new_calls(
+    artifact_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, poll_s: float
+) -> None:
+    """On open connections too; a file without a token keeps the old ones."""
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "tokens"
+    file.write_text("first\n")
+    options = {"token_file": str(file), "http_port": 0, "reload_poll_s": poll_s}
+
+    async def replaced(content: bytes | None, text: str) -> None:
+        num = caplog.text.count(text)
+        if content is None:
+            file.unlink()
+        else:
+            (tmp_path / "new").write_bytes(content)
+            (tmp_path / "new").replace(file)
+        if not poll_s:
+            await server.reload()
+        await until(lambda: caplog.text.count(text) == num + 1)
+
+    async def accepted(token: str) -> bool:
+        header = f"Bearer {token}"
+        async with session.get("/v1/metadata", headers={"Authorization": header}) as response:
+            over_http = response.status == 200
+        call = stub.Predict(pb.PredictRequest(prompt="sea"), metadata=(("authorization", header),))
+        over_grpc = {grpc.StatusCode.OK: True, grpc.StatusCode.UNAUTHENTICATED: False}[await call.code()]
+        assert over_grpc is over_http
+        return over_http
+
+    async with (
+        fakes.server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),
+        aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
+    ):
+        assert (await accepted("first"), await accepted("second")) == (True, False)
+        await replaced(b"first\nsecond\n", "tokens: read again")
+        assert (await accepted("first"), await accepted("second")) == (True, True)
+        await replaced(b"second\n", "tokens: read again")
+        assert (await accepted("first"), await accepted("second")) == (False, True)
+        for content in (b"", b"# none\n", b"\xff\xfe", None):
+            await replaced(content, "tokens: rejected the new file, kept the old tokens: token_file")
+            assert (await accepted("first"), await accepted("second")) == (False, True)
+        assert (counted(server, "taken", "token"), counted(server, "refused", "token")) == (2, 4)
+    assert "second" not in caplog.text
