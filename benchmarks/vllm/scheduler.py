@@ -10,8 +10,9 @@ and waiting requests are constant. With shortest-first policies more requests fi
 code has more work too. With fcfs+slai the batch former slai plans the steps. The KV cache has memory for `request_tokens` of
 each running request: formers that hold more requests in memory than run do so up to this. Per step: CPU time of `schedule`,
 `update_from_output` and the arrivals, in the calling thread, without garbage collection. Each scheduler runs in its own
-process, as in an engine, round by round. All requests come at once, and a step with fewer of them is cheaper, so each part of
-the steps has its own row, with how many requests were in a step and in memory.
+process, as in an engine. They take turns of 20 steps, and each turn is compared with that of the first one, because the speed of
+a shared machine changes from second to second. All requests come at once, and a step with fewer of them is cheaper, so each part
+of the steps has its own row, with how many requests were in a step and in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from benchmarks.shared.command import Parser
-from benchmarks.vllm.real_scheduler import BLOCK_TOKENS, VLLM, in_own_process, outputs_of, real_scheduler
+from benchmarks.vllm.real_scheduler import BLOCK_TOKENS, VLLM, outputs_of, own_process, real_scheduler
 from scheduler_core.prediction.predictions import LengthPrediction, Prediction
 from scheduler_core.prediction.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.report.page import markdown_table
@@ -38,8 +41,8 @@ POLICIES = [
     VLLM, "bounded_shortest", "tie", "ssjf", "fcfs+chunked_prefill", "fcfs+slai", "uniboost+uniboost", "semantic+stage_aware",
     "fcfs+rad", "fcfs+rad_prefill_first", "ssjf+quantile_reserve", "fcfs+orca", "fcfs+request_level", "fcfs+vllm",
 ]  # fmt: skip
-#: Of a part: median and P99 of a step in ms, and means of the requests in a step, in memory, and that end in a step.
-Part = tuple[float, float, float, float, float]
+#: Steps of a scheduler before it is the next one's turn.
+TURN = 20
 
 
 class Predictions:
@@ -125,15 +128,23 @@ class Side:
         self._scheduler.add_request(Request(name, [5] * PROMPT_TOKENS, sampling, None))
 
 
-def measured(policy: str | None, model: Path, options: argparse.Namespace) -> list[Part]:
-    """The parts of the steps of one scheduler."""
+def run_steps(policy: str | None, model: Path, options: argparse.Namespace, requested: Connection) -> None:
+    """Runs as many steps as requested, each time, and sends what `Side.step` says of them."""
     side = Side(policy, model, options)
-    parts = []
-    for _ in range(options.parts):
-        steps = np.array([side.step() for _ in range(options.part_steps)])
-        median, p99 = 1e3 * np.percentile(steps[:, 0], (50, 99))
-        parts.append((float(median), float(p99), *steps[:, 1:].mean(axis=0).tolist()))
-    return parts
+    while (num_steps := requested.recv()) is not None:
+        requested.send([side.step() for _ in range(num_steps)])
+
+
+def measured(options: argparse.Namespace) -> dict[str, np.ndarray]:
+    """The steps of each scheduler [turns, TURN, 4], see `Side.step`."""
+    turns: dict[str, list[list[tuple[float, int, int, int]]]] = {name: [] for name in options.policies}
+    with ExitStack() as stack:
+        ends = {name: stack.enter_context(own_process(run_steps, name, options)) for name in turns}
+        for _ in range(options.parts * options.part_steps // TURN):
+            for name, end in ends.items():
+                end.send(TURN)
+                turns[name].append(end.recv())
+    return {name: np.array(steps, float) for name, steps in turns.items()}
 
 
 def main() -> None:
@@ -146,24 +157,28 @@ def main() -> None:
     parser.add_argument("--part_steps", type=int, default=200)
     parser.add_argument("--request_tokens", type=int, default=2048)
     options = parser.parse_args()
-    rounds: dict[str, list[list[Part]]] = {name: [] for name in options.policies}
-    for _ in range(options.rounds):
-        for name, rows in rounds.items():
-            rows.append(in_own_process(measured, name, options))
-    first, lines = np.array(rounds[options.policies[0]]), []
+    if options.part_steps % TURN:
+        parser.error(f"--part_steps: got {options.part_steps}; allowed: multiples of {TURN}")
+    rounds = [measured(options) for _ in range(options.rounds)]
+    num_turns, first, lines = options.part_steps // TURN, options.policies[0], []
     for part in range(options.parts):
+        chosen = slice(part * num_turns, (part + 1) * num_turns)
         steps = f"{part * options.part_steps + 1} to {(part + 1) * options.part_steps}"
-        for name, rows in rounds.items():
-            own = np.array(rows)[:, part]
-            more = own[:, 0] - first[:, part, 0]
-            median, p99, in_step, in_memory, ended = own.mean(axis=0)
+        for name in options.policies:
+            own = np.concatenate([turns[name][chosen] for turns in rounds])
+            others = np.concatenate([turns[first][chosen] for turns in rounds])
+            fast, median, p99 = 1e3 * np.percentile(own[..., 0], (10, 50, 99))
+            more = fast - 1e3 * np.percentile(others[..., 0], 10)
+            _, in_step, in_memory, ended = own.mean(axis=(0, 1))
+            ratios = np.median(own[..., 0], axis=1) / np.median(others[..., 0], axis=1)
+            low, middle, high = np.percentile(ratios, (25, 50, 75))
             lines.append(
-                (name, steps, f"{in_step:.0f}", f"{in_memory:.0f}", f"{ended:.2f}", f"{median:.2f}", f"{p99:.2f}",
-                 "-" if name == options.policies[0] else f"{more.min():.2f} to {more.max():.2f}")
+                (name, steps, f"{in_step:.0f}", f"{in_memory:.0f}", f"{ended:.2f}", f"{fast:.2f}", f"{median:.2f}", f"{p99:.2f}",
+                 "-" if name == first else f"{more:.2f}", "-" if name == first else f"{middle:.2f} ({low:.2f} to {high:.2f})")
             )  # fmt: skip
     header = (
-        "scheduler", "steps", "in a step", "in memory", "ended per step", "median, ms", "P99, ms",
-        f"median above {options.policies[0]}, ms",
+        "scheduler", "steps", "in a step", "in memory", "ended per step", "P10, ms", "median, ms", "P99, ms",
+        f"P10 above {first}, ms", f"median of a turn, times that of {first} (quartiles)",
     )  # fmt: skip
     print(f"{options.running} running, {options.waiting:,} waiting, {options.rounds} rounds:\n")
     print(markdown_table(header, lines))

@@ -14,6 +14,7 @@ from scheduler_core.adapters.vllm_version import check_plannable
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.engine.kv_cache import KVCache, Limits
 from scheduler_core.engine.memory_victim import MemoryVictims
+from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.engine.prefix_cache import NO_HIT, Hit
 from scheduler_core.errors import InputError
 from scheduler_core.policies.base import Policy
@@ -39,6 +40,8 @@ class VllmBlocks(KVCache):
         self._lookahead_tokens = lookahead_tokens
         #: Blocks that vLLM has not allocated yet, of those that requests have reserved.
         self._unallocated: dict[str, int] = {}
+        #: Tokens in the blocks that vLLM had allocated at the last look.
+        self._allocated_tokens: dict[str, int] = {}
         #: Requests to synchronize.
         self._touched: list[Iterable[str]] = []
 
@@ -55,10 +58,10 @@ class VllmBlocks(KVCache):
     ) -> list[RequestState]:
         """Copies the progress and memory of touched requests to their states, and the number of free blocks. What requests have
         reserved beyond their blocks is not free. Returns the requests that vLLM has admitted without a plan."""
-        allocated, held, unallocated, size = self._allocated, self._held, self._unallocated, self.block_tokens
         unplanned, lookahead_tokens, waiting = [], self._lookahead_tokens, Status.WAITING
-        for name in chain.from_iterable(self._touched):
-            request, state = requests.get(name), states.get(name)
+        allocated_tokens = self._allocated_tokens.get
+        names = list(chain.from_iterable(self._touched))
+        for name, request, state in zip(names, map(requests.get, names), map(states.get, names), strict=True):
             if request is None or state is None:
                 continue
             if state.status is waiting:
@@ -68,15 +71,20 @@ class VllmBlocks(KVCache):
             state.num_computed_tokens = computed = request.num_computed_tokens
             if request.num_output_placeholders:
                 state.last_token_s = now  # its latest token is still being computed
-            if computed + lookahead_tokens > state.kv_tokens - unallocated.get(name, 0) * size:
-                num_blocks, reserved = len(allocated.get(name, ())), held.get(name, 0)
-                held[name] = max(reserved, num_blocks)
-                state.kv_tokens = held[name] * size
-                self._reserve(name, reserved - num_blocks)
+            if computed + lookahead_tokens > allocated_tokens(name, 0):
+                self._copy_blocks(state)
         self._touched = []
         free = self._pool.get_num_free_blocks() // self._num_groups
-        self.num_free_blocks = free - sum(unallocated.values())
+        self.num_free_blocks = free - sum(self._unallocated.values())
         return unplanned
+
+    def _copy_blocks(self, state: RequestState) -> None:
+        name, size = state.request_id, self.block_tokens
+        num_blocks, reserved = len(self._allocated.get(name, ())), self._held.get(name, 0)
+        self._held[name] = held = max(reserved, num_blocks)
+        state.kv_tokens = held * size
+        self._allocated_tokens[name] = num_blocks * size
+        self._reserve(name, reserved - num_blocks)
 
     def _reserve(self, request_id: str, num_blocks: int) -> None:
         """Sets the blocks of a request that vLLM has not allocated yet."""
@@ -118,6 +126,7 @@ class VllmBlocks(KVCache):
             self.num_free_blocks += self.freed_by(request_id)
             del self._held[request_id]
             self._unallocated.pop(request_id, None)
+            self._allocated_tokens.pop(request_id, None)
 
 
 class PlannedSteps:
@@ -189,7 +198,7 @@ class PlannedSteps:
         """Lets the batch former plan the step; the running requests in it. None: vLLM decides."""
         batches, queue = self._tailcast_batches, self.waiting
         if batches is None or self.pause_state.name != "UNPAUSED":
-            self._tailcast_limit_chunks({})
+            self._tailcast_limit_chunks(())
             if batches is not None:
                 queue.plan(())
             return None
@@ -203,14 +212,15 @@ class PlannedSteps:
         for request_id in batch.preempted:
             if not queue.holds(request_id):
                 self._tailcast_evict(requests[request_id], now)
-        self._tailcast_limit_chunks({chunk.request_id: chunk.num_tokens for _, chunk in batch.prefills})
+        self._tailcast_limit_chunks(batch.prefills)
         chosen = [state.request_id for state in batch.decodes]
         chosen += self._tailcast_chunks
+        num_running = len(chosen) - len(batches.unexecuted & self._tailcast_chunks.keys())
         if not chosen and len(queue) and not self.running:
             chosen = [head.request_id for head in (batches.waiting.peek(),) if head is not None]
         unexecuted = batches.unexecuted
         queue.plan(chosen if unexecuted or not batch.decodes else ())
-        if not unexecuted and len(chosen) == len(self.running):
+        if num_running == len(self.running) and not self._tailcast_blocked:
             return None  # all of them
         if len(self.running) == pool.num_running - len(unexecuted):
             return self._tailcast_unblocked([requests[name] for name in chosen if name not in unexecuted])
@@ -251,10 +261,12 @@ class PlannedSteps:
             assert isinstance(kv, VllmBlocks)
             kv.touch(request_ids)
 
-    def _tailcast_limit_chunks(self, chunks: dict[str, int]) -> None:
-        """Limits the tokens of prompts in the next step, by request; without prompts vLLM's method is not replaced."""
-        self._tailcast_chunks = chunks
-        if chunks:
+    def _tailcast_limit_chunks(self, prefills: Collection[tuple[RequestState, PrefillChunk]]) -> None:
+        """Limits the tokens of prompts in the next step. vLLM's method, which it calls for every running request, is only replaced
+        if vLLM alone might process more: of prompts that are planned in parts, or of which the prefix cache has had blocks that an
+        admission may take; or of preempted requests, whose last token may have come afterwards."""
+        self._tailcast_chunks = {chunk.request_id: chunk.num_tokens for _, chunk in prefills}
+        if any(not chunk.is_last or chunk.start_token or state.num_preemptions for state, chunk in prefills):
             self._reserve_prefill_lookahead = self._tailcast_num_tokens
         else:
             self.__dict__.pop("_reserve_prefill_lookahead", None)
