@@ -21,6 +21,7 @@ class Gpu:
     """Data sheet of a GPU.
 
     Attributes:
+        architecture: Generation of the device, by which the achieved fraction of the operations differs.
         flops: Dense 16-bit tensor-core operations per second.
         fp8_flops: The same in 8 bit; those of 16 bit if the device has no such units.
         bytes_per_s: Bandwidth of its memory.
@@ -28,6 +29,7 @@ class Gpu:
         link_bytes_per_s: Bandwidth to the other devices of the node, in one direction.
     """
 
+    architecture: str
     flops: float
     fp8_flops: float
     bytes_per_s: float
@@ -38,16 +40,16 @@ class Gpu:
 
 _HALF = "half of the figures with sparsity"
 GPUS: dict[str, Gpu] = {
-    "a100-40gb": Gpu(312e12, 312e12, 1555e9, 39.4 * GIB, 300e9, "A100 Tensor Core GPU, 40GB SXM; NVLink 3"),
-    "a100-80gb": Gpu(312e12, 312e12, 2039e9, 79.1 * GIB, 300e9, "A100 Tensor Core GPU, 80GB SXM; NVLink 3"),
-    "h100-80gb": Gpu(989.4e12, 1979e12, 3350e9, 79.1 * GIB, 450e9, f"H100 SXM5, {_HALF}; NVLink 4"),
-    "h200-141gb": Gpu(989.4e12, 1979e12, 4800e9, 139.8 * GIB, 450e9, f"H200 SXM, {_HALF}; NVLink 4"),
-    "b200-180gb": Gpu(2250e12, 4500e12, 8000e9, 178.3 * GIB, 900e9, f"HGX B200, {_HALF}; NVLink 5"),
-    "l40s-48gb": Gpu(362e12, 733e12, 864e9, 44.4 * GIB, 32e9, f"L40S, {_HALF}; PCIe 4.0 x16"),
-    "mi300x-192gb": Gpu(1307.4e12, 2614.9e12, 5300e9, 191.5 * GIB, 448e9, "Instinct MI300X; 7 Infinity Fabric links"),
-    "a6000-48gb": Gpu(154.8e12, 154.8e12, 768e9, 47.5 * GIB, 32e9, f"RTX A6000, {_HALF}; PCIe 4.0 x16"),
-    "rtx6000ada-48gb": Gpu(364.2e12, 728.5e12, 960e9, 47.5 * GIB, 32e9, f"RTX 6000 Ada, {_HALF}; PCIe 4.0 x16"),
-    "a5000-24gb": Gpu(111.1e12, 111.1e12, 768e9, 23.7 * GIB, 32e9, f"RTX A5000, {_HALF}; PCIe 4.0 x16"),
+    "a100-40gb": Gpu("ampere", 312e12, 312e12, 1555e9, 39.4 * GIB, 300e9, "A100 Tensor Core GPU, 40GB SXM; NVLink 3"),
+    "a100-80gb": Gpu("ampere", 312e12, 312e12, 2039e9, 79.1 * GIB, 300e9, "A100 Tensor Core GPU, 80GB SXM; NVLink 3"),
+    "h100-80gb": Gpu("hopper", 989.4e12, 1979e12, 3350e9, 79.1 * GIB, 450e9, f"H100 SXM5, {_HALF}; NVLink 4"),
+    "h200-141gb": Gpu("hopper", 989.4e12, 1979e12, 4800e9, 139.8 * GIB, 450e9, f"H200 SXM, {_HALF}; NVLink 4"),
+    "b200-180gb": Gpu("blackwell", 2250e12, 4500e12, 8000e9, 178.3 * GIB, 900e9, f"HGX B200, {_HALF}; NVLink 5"),
+    "l40s-48gb": Gpu("ada", 362e12, 733e12, 864e9, 44.4 * GIB, 32e9, f"L40S, {_HALF}; PCIe 4.0 x16"),
+    "mi300x-192gb": Gpu("cdna3", 1307.4e12, 2614.9e12, 5300e9, 191.5 * GIB, 448e9, "Instinct MI300X; 7 Infinity Fabric links"),
+    "a6000-48gb": Gpu("ampere", 154.8e12, 154.8e12, 768e9, 47.5 * GIB, 32e9, f"RTX A6000, {_HALF}; PCIe 4.0 x16"),
+    "rtx6000ada-48gb": Gpu("ada", 364.2e12, 728.5e12, 960e9, 47.5 * GIB, 32e9, f"RTX 6000 Ada, {_HALF}; PCIe 4.0 x16"),
+    "a5000-24gb": Gpu("ampere", 111.1e12, 111.1e12, 768e9, 23.7 * GIB, 32e9, f"RTX A5000, {_HALF}; PCIe 4.0 x16"),
 }  # fmt: skip
 
 

@@ -35,8 +35,8 @@ __all__ = ["GPUS", "MODELS", "RooflineStepTime"]
 MESSAGE_S, MESSAGE_EFFICIENCY = 2e-5, 2 / 3
 #: Bandwidth to host memory: PCIe 4.0 x16.
 HOST_BYTES_PER_S = 25e9
-#: Achieved fraction of the operations of Ampere devices, whose names start with a.
-AMPERE_EFFICIENCY = 0.6
+#: Achieved fraction of the operations by architecture, where it is known to differ from that of H100: Vidur's profile of A100.
+COMPUTE_EFFICIENCIES = {"ampere": 0.6}
 #: Constants that `python -m benchmarks.h100 --fit` writes.
 FITTED: dict[str, float] = parse_json(files(__package__).joinpath("roofline.json").read_text())
 
@@ -103,7 +103,7 @@ class RooflineStepTime(Deployment):
     def _compute_efficiency(self) -> float:
         if self.compute_efficiency is not None:
             return self.compute_efficiency
-        return AMPERE_EFFICIENCY if self.gpu.lower().startswith("a") else FITTED["compute_efficiency"]
+        return COMPUTE_EFFICIENCIES.get(self.device.architecture, FITTED["compute_efficiency"])
 
     @cached_property
     def _flops(self) -> float:
