@@ -127,7 +127,7 @@ def relative_errors(run: Run, latencies: Latencies) -> dict[int, dict[str, float
 def saturation_rps(run: Run, step_time: RooflineStepTime) -> float:
     """Rate at which all batches are full, with cached prompts: as `saturation_rate_rps` without their time."""
     context, limits = round(sum(run.prompt_tokens) / 2 + run.output_tokens / 2), run.limits()
-    num = min(run.max_num_seqs, limits.num_kv_blocks * limits.kv_block_tokens // context)
+    num = min(run.max_num_seqs, limits.capacity_blocks * limits.kv_block_tokens // context)
     return num / (run.output_tokens * step_time.step_s(StepWork((), [context] * num)))
 
 

@@ -96,7 +96,7 @@ def plain(case: Case, table: OperatorTable) -> Callable[[], object]:
         table,
         scheduler="sarathi" if sarathi else "vllm",
         budget=CHUNK if sarathi else case.limits.max_num_batched_tokens,
-        num_blocks=case.limits.num_kv_blocks,
+        num_blocks=case.limits.capacity_blocks,
     )
 
 

@@ -231,7 +231,7 @@ class Study:
             "tbt_slo_s": {row.tenant: row.tbt_slo_s for row in mix.rows},
             "max_num_seqs": mix.limits.max_num_seqs,
             "max_num_batched_tokens": mix.limits.max_num_batched_tokens,
-            "kv_tokens": mix.limits.num_kv_blocks * BLOCK_TOKENS,
+            "kv_tokens": mix.limits.capacity_blocks * BLOCK_TOKENS,
             "gap_s": mix.gap_s,
             "capacity_rps": self.capacity_rps(name),
             "sides": {side: asdict(own) for side, own in mix.sides.items()},

@@ -120,7 +120,7 @@ class Mix:
         budget = self.sides[side].budget * limits.max_num_batched_tokens
         words = ["--max-model-len", self.max_model_len]
         words += ["--max-num-batched-tokens", budget]
-        words += ["--block-size", BLOCK_TOKENS, "--num-gpu-blocks-override", limits.num_kv_blocks + 1]
+        words += ["--block-size", BLOCK_TOKENS, "--num-gpu-blocks-override", limits.capacity_blocks + 1]
         return [*map(str, words), *self.sides[side].options]
 
     def asks(self, repetition: int, rate: float | None, seed: int) -> list[Ask]:

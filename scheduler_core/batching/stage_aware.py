@@ -69,7 +69,7 @@ class StageAware(BatchFormer):
             raise InputError(f"policy under {type(self).__name__}", type(policy).__name__, allowed)
 
     def max_running(self, limits: Limits) -> int:
-        return limits.num_kv_blocks  # memory is the limit
+        return limits.capacity_blocks  # memory is the limit
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)

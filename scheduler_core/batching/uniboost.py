@@ -66,7 +66,7 @@ class OneOrder(BatchFormer):
         check_ranges(self, hysteresis_s=(0, FINITE), swap_token_s=(0, FINITE))
 
     def max_running(self, limits: Limits) -> int:
-        return limits.num_kv_blocks  # memory is the limit
+        return limits.capacity_blocks  # memory is the limit
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)

@@ -13,6 +13,9 @@ from scheduler_core.request import RequestState
 #: Engines use 16 to 256. Each replica has a table with one entry per token of a block.
 MAX_BLOCK_TOKENS = 65_536
 
+#: Blocks in the KV cache, if nothing says how many.
+DEFAULT_KV_BLOCKS = 8192
+
 Preemption = Literal["recompute", "swap"]
 
 
@@ -24,9 +27,9 @@ class Limits:
     """Maximum number of requests in one step (B in TIE's beta); with most batch formers also the maximum in memory."""
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens in one step, prefill and decode together; at least max_num_seqs."""
-    num_kv_blocks: int = 8192
-    """Blocks in the KV cache. In simulations with step times from data sheets (roofline) the default stands for as many as
-    fit into the memory."""
+    num_kv_blocks: int | None = None
+    """Blocks in the KV cache. Unset: 8192; in simulations with step times from data sheets (roofline), as many as fit into the
+    memory."""
     kv_block_tokens: int = 16
     """Tokens per KV block."""
     kv_watermark: float = 0.01
@@ -53,15 +56,20 @@ class Limits:
         if self.num_host_cache_blocks and not self.prefix_caching:
             raise InputError("num_host_cache_blocks", self.num_host_cache_blocks, "0 without prefix_caching")
 
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks in the KV cache: `num_kv_blocks`, or the default."""
+        return DEFAULT_KV_BLOCKS if self.num_kv_blocks is None else self.num_kv_blocks
+
     def kv_cache(self) -> KVCache:
         """An empty cache of this size."""
         host_blocks = 0
         if self.preemption == "swap":
-            host_blocks = self.num_kv_blocks if self.num_swap_blocks is None else self.num_swap_blocks
+            host_blocks = self.capacity_blocks if self.num_swap_blocks is None else self.num_swap_blocks
         prefixes = None
         if self.prefix_caching:
             prefixes = PrefixCache(self.kv_block_tokens, self.num_host_cache_blocks)
-        return KVCache(self.num_kv_blocks, self.kv_block_tokens, self.kv_watermark, host_blocks, prefixes)
+        return KVCache(self.capacity_blocks, self.kv_block_tokens, self.kv_watermark, host_blocks, prefixes)
 
 
 class KVCache:

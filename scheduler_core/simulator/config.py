@@ -85,8 +85,9 @@ class ClusterConfig:
     """Auto-scaling: minimum number of replicas; the others start when needed. Unset: no auto-scaling."""
     startup_s: float = 0.0
     """Auto-scaling: seconds from the order of a replica until it serves: node, image, weights, compilation."""
-    scaler: str = "freeness"
-    """Auto-scaling: freeness (multi-tier Llumnix), or target_tracking (Kubernetes' horizontal pod autoscaler, KEDA)."""
+    scaler: str | None = None
+    """Auto-scaling: freeness (multi-tier Llumnix), or target_tracking (Kubernetes' horizontal pod autoscaler, KEDA). Unset:
+    freeness."""
     scaler_parameters: dict[str, float | str] = field(default_factory=dict)
     """target_tracking: metric (waiting, running, concurrency, kv_usage) and its target for each replica, default {metric:
     waiting, target: 5}; also tolerance (0.1), window_s (300, of scale-in), interval_s (15)."""
@@ -116,7 +117,8 @@ class ClusterConfig:
             self, mtbf_s=(POSITIVE, MAX_TIME_S), restart_s=(0, MAX_TIME_S), max_retries=(0, INTEGERS)
         )
         check_choice("router", self.router, ROUTERS)
-        check_choice("scaler", self.scaler, SCALERS)
+        if self.scaler is not None:
+            check_choice("scaler", self.scaler, SCALERS)
         if self.snapshot_interval_s and not ROUTERS[self.router].scrapes:
             names = ", ".join(name for name, kind in ROUTERS.items() if kind.scrapes)
             raise InputError("snapshot_interval_s", self.snapshot_interval_s, f"0, or a router of {names}")
@@ -125,7 +127,7 @@ class ClusterConfig:
                 raise InputError("failures.replica", failure.replica, "less than num_replicas")
         if self.min_replicas is None:
             for name in ("scaler", "scaler_parameters", "drain_timeout_s"):
-                if getattr(self, name) not in ({}, None, ClusterConfig.scaler):
+                if getattr(self, name) not in ({}, None):
                     raise InputError(name, getattr(self, name), "unset without min_replicas")
         self.make_scaler()
         disaggregated, prefill = self.router == "disaggregated", self.num_prefill_replicas
@@ -190,12 +192,13 @@ class ClusterConfig:
             if isinstance(value, str) != (name == "metric"):
                 allowed = ", ".join(TargetTracking.METRICS) if name == "metric" else "a number"
                 raise InputError(f"scaler_parameters.{name}", value, allowed)
-        if self.scaler == "freeness":
+        name = self.scaler or "freeness"
+        if name == "freeness":
             if parameters:
                 allowed = "unset with scaler freeness; use scale_out_below and scale_in_above"
                 raise InputError("scaler_parameters", parameters, allowed)
             parameters = {"out_below": self.scale_out_below, "in_above": self.scale_in_above}
-        return construct("scaler", self.scaler, SCALERS[self.scaler], parameters | bounds)
+        return construct("scaler", name, SCALERS[name], parameters | bounds)
 
     @property
     def failure_plan(self) -> FailurePlan | None:
@@ -236,7 +239,7 @@ class ClusterConfig:
             arguments["stage_blocks"] = self.stage_blocks
         scaler = self.make_scaler()
         if scaler is not None:
-            if self.scaler != "freeness" and "planner" not in arguments:
+            if isinstance(scaler, TargetTracking) and "planner" not in arguments:
                 arguments["interval_s"] = scaler.interval_s
             arguments |= {
                 "scaler": scaler,
@@ -346,17 +349,17 @@ class SimulationConfig:
 
     @property
     def limits(self) -> SchedulerConfig:
-        """`scheduler`; with a roofline, its default num_kv_blocks stands for as many as fit into the memory."""
+        """`scheduler` with the size of the KV cache: if it is unset, with a roofline as many blocks as fit into the memory."""
         limits = self.scheduler
-        can_be_roofline = self.step_time_model == "roofline" or isinstance(self.step_time_parameters, str)
-        if limits.num_kv_blocks != SchedulerConfig.num_kv_blocks or not can_be_roofline:
+        if limits.num_kv_blocks is not None:
             return limits
-        step_time = self.make_step_time()
-        if not isinstance(step_time, RooflineStepTime):
-            return limits
-        num = step_time.num_kv_blocks(
-            limits.kv_block_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
-        )
+        num = limits.capacity_blocks
+        if self.step_time_model == "roofline" or isinstance(self.step_time_parameters, str):
+            step_time = self.make_step_time()
+            if isinstance(step_time, RooflineStepTime):
+                num = step_time.num_kv_blocks(
+                    limits.kv_block_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
+                )
         return replace(limits, num_kv_blocks=num)
 
     def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:

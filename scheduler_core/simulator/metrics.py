@@ -137,7 +137,7 @@ def run_metrics(
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
     expected_in_system = (float(requests["ttlt_s"].sum()) + outcome.failed_seconds) * per_s
-    capacity = sum(core.config.num_kv_blocks for core in schedulers.values())
+    capacity = sum(core.config.capacity_blocks for core in schedulers.values())
     admitted = [core.pool.num_admitted_tokens for core in schedulers.values()]
     speed, tenants = 1 / requests["slowdown"], _codes(requests["tenant"])[1]
     mean_replicas = outcome.replica_seconds * per_s

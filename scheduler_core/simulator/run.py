@@ -347,7 +347,7 @@ def _extrapolation(
     prompt = max(record.prompt_tokens for record in records)
     largest = {
         "decodes": min(max(at_once.values()), limits.max_num_seqs),
-        "context_tokens": metrics["peak_kv_usage"] * limits.num_kv_blocks * limits.kv_block_tokens,
+        "context_tokens": metrics["peak_kv_usage"] * limits.capacity_blocks * limits.kv_block_tokens,
         "prefill_tokens": min(prompt, limits.max_num_batched_tokens),
     }
     return region.exceeded(largest)
@@ -360,11 +360,11 @@ def _kv_cache_problem(config: SimulationConfig) -> str | None:
         return None
     block = scheduler.kv_block_tokens
     fitting = step_time.num_kv_blocks(block, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    if scheduler.num_kv_blocks <= fitting:
+    if scheduler.capacity_blocks <= fitting:
         return None
     devices = f"{step_time.num_devices} x {step_time.gpu} with the weights of {step_time.model}"
     return (
-        f"the KV cache of {scheduler.num_kv_blocks * block} tokens does not fit: {devices} have memory for "
+        f"the KV cache of {scheduler.capacity_blocks * block} tokens does not fit: {devices} have memory for "
         f"{fitting * block}; use --scheduler.num_kv_blocks {fitting}"
     )
 

@@ -265,7 +265,7 @@ class StepTable:
 
     def add(self, replica_id: str, step: Step, scheduler: Scheduler) -> None:
         """Appends a step that the scheduler has completed."""
-        plan, capacity = step.plan, scheduler.config.num_kv_blocks
+        plan, capacity = step.plan, scheduler.config.capacity_blocks
         self._rows.append((
             replica_id, step.start_s, step.end_s, step.num_steps, len(plan.decodes), len(plan.prefills), plan.num_prefill_tokens, plan.num_context_tokens,
             plan.num_swapped_tokens, len(plan.admitted), len(plan.preempted), scheduler.num_running,
@@ -360,7 +360,7 @@ class ReplicaWatch:
             since_s, usage = self._usage
             watch.kv_seconds += usage * (step.end_s - since_s)
             watch.observed_s += step.end_s - since_s
-        usage = 1 - scheduler.pool.kv.num_free_blocks / scheduler.config.num_kv_blocks
+        usage = 1 - scheduler.pool.kv.num_free_blocks / scheduler.config.capacity_blocks
         watch.max_kv_usage = max(watch.max_kv_usage, usage)
         self._usage = (step.end_s, usage)
 

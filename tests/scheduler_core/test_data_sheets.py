@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_core.engine.kv_cache import DEFAULT_KV_BLOCKS
 from scheduler_core.engine.plan import PrefillChunk
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
+from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.step_time.accuracy import REGIONS, error_band, region_of
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepWork
 from scheduler_core.simulator.step_time.model_size import MODELS, model_size, read_config
-from scheduler_core.simulator.step_time.roofline import RooflineStepTime
+from scheduler_core.simulator.step_time.roofline import GPUS, RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from tests.scheduler_core.helpers import random_trace, simulate
 
@@ -184,10 +186,42 @@ def test_a_simulation_has_the_kv_cache_that_fits(tmp_path: Path) -> None:
     assert config.limits.num_kv_blocks == step_time.num_kv_blocks(16, 128, 2048)
     # vLLM's log for this model on an H100: about 117,000 tokens.
     assert config.limits.num_kv_blocks * 16 == pytest.approx(117_000, rel=0.03)
-    chosen = SchedulerConfig(num_kv_blocks=100)
-    assert replace(config, scheduler=chosen).limits.num_kv_blocks == 100
     plain = SimulationConfig(trace=trace)
-    assert plain.limits == plain.scheduler
+    assert plain.limits == replace(plain.scheduler, num_kv_blocks=DEFAULT_KV_BLOCKS)
+
+
+@pytest.mark.mend  # The default number of blocks, set by the user, was replaced by as many as fit.
+@pytest.mark.parametrize("num_blocks", [100, DEFAULT_KV_BLOCKS])
+def test_the_kv_cache_has_the_size_that_is_set(num_blocks: int) -> None:
+    parameters = {"model": "llama-2-7b", "gpu": "h100-80gb"}
+    config = SimulationConfig(
+        trace="t.jsonl",
+        step_time_model="roofline",
+        step_time_parameters=parameters,
+        scheduler=SchedulerConfig(num_kv_blocks=num_blocks),
+    )
+    assert config.limits == config.scheduler
+    plan = PlanConfig(target="ttft_s.p99<1", gpus="h100=2", model="llama-2-7b", num_kv_blocks=num_blocks)
+    choice = plan.hardware()[0]
+    base = plan.base("t.jsonl", has_predictions=False)
+    assert choice.config(base, 1).limits.num_kv_blocks == num_blocks
+
+
+@pytest.mark.mend  # The default scaler, set by the user, had no effect without a word.
+@pytest.mark.parametrize("scaler", ["freeness", "target_tracking"])
+def test_a_scaler_needs_auto_scaling(scaler: str) -> None:
+    with pytest.raises(InputError, match="unset without min_replicas"):
+        ClusterConfig(num_replicas=2, scaler=scaler)
+
+
+@pytest.mark.mend  # The efficiency was chosen by the first letter of the name of the device.
+def test_the_efficiency_is_that_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GPUS, "apex-80gb", GPUS["h100-80gb"])
+    monkeypatch.setitem(GPUS, "grace-80gb", GPUS["a100-80gb"])
+    work = StepWork((PrefillChunk("", 0, 2048, True),))
+    for name, same in (("apex", "h100"), ("grace-80gb", "a100-80gb"), ("A100-80GB", "a100-80gb")):
+        seconds = [RooflineStepTime(gpu=gpu).step_s(work) for gpu in (name, same)]
+        assert seconds[0] == seconds[1]
 
 
 def rows(*arrivals_s: float) -> Trace:

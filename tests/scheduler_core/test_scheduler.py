@@ -45,7 +45,7 @@ def test_a_request_prefills_then_decodes_until_the_model_stops() -> None:
     assert (done.reason, done.output_tokens) == ("stop", 3)
     assert (done.first_scheduled_s, done.first_token_s) == (1.0, 2.0)
     assert core.schedule(5.0) is None
-    assert core.pool.kv.num_free_blocks == core.config.num_kv_blocks
+    assert core.pool.kv.num_free_blocks == core.config.capacity_blocks
 
 
 def test_admission_waits_for_memory_and_keeps_the_watermark() -> None:

@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             fields["content"] = content
         item = helpers.request(name, self.now, prompt, cap, **fields)
         refusal = self.core.refusal(item)
-        capacity = self.core.config.num_kv_blocks * self.core.config.kv_block_tokens
+        capacity = self.core.config.capacity_blocks * self.core.config.kv_block_tokens
         assert refusal is not None or prompt + cap <= capacity
         if refusal is not None:
             with pytest.raises(InputError):
@@ -178,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.validate()
             plan = self.core.schedule(self.now)
         assert self.core.num_waiting == self.core.num_running == 0
-        assert self.core.pool.kv.num_free_blocks == self.core.config.num_kv_blocks
+        assert self.core.pool.kv.num_free_blocks == self.core.config.capacity_blocks
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

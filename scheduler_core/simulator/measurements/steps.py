@@ -150,7 +150,7 @@ def missing_points(region: Region, limits: SchedulerConfig, kv_tokens: int | Non
         missing["batch"] = f"no step with fewer than {region.decodes[0]:,.0f} requests: " + _bench(
             1, 20, 128, 128
         )
-    memory = kv_tokens or limits.num_kv_blocks * limits.kv_block_tokens
+    memory = limits.capacity_blocks * limits.kv_block_tokens if kv_tokens is None else kv_tokens
     if region.context_tokens[1] < memory / 4:
         num = max(1, min(slots, 32))
         length = max(128, memory // (2 * num))

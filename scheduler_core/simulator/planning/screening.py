@@ -56,7 +56,7 @@ def candidates(planner: Planner) -> list[Candidate]:
                 raise
             planner.exclude(choice, str(error))
             continue
-        capacity = limits.num_kv_blocks * limits.kv_block_tokens
+        capacity = limits.capacity_blocks * limits.kv_block_tokens
         num_large = sum(row.prompt_tokens + row.max_tokens > capacity for row in log.requests)
         if num_large > MAX_REFUSED * len(log):
             planner.exclude(choice, f"{num_large} requests are longer than its KV cache of {capacity} tokens")
@@ -252,7 +252,7 @@ def tune(planner: Planner, fitting: Sequence[Candidate]) -> None:
 
 def _fits(planner: Planner, choice: Choice) -> bool:
     try:
-        return choice.config(planner.base, 1).limits.num_kv_blocks > 0
+        return choice.config(planner.base, 1).limits.capacity_blocks > 0
     except TailcastError:
         return False
 

@@ -88,7 +88,7 @@ def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTi
     prompt = np.array([row.prompt_tokens for row in trace.requests], float)
     output = np.array([row.output_tokens for row in trace.requests], float)
     context = float(np.average(prompt + output / 2, weights=output))
-    capacity = config.num_kv_blocks * config.kv_block_tokens * (1 - config.kv_watermark) / context
+    capacity = config.capacity_blocks * config.kv_block_tokens * (1 - config.kv_watermark) / context
     batch = int(max(1.0, min(float(config.max_num_seqs), capacity)))
     size = max(1, min(round(float(prompt.mean())), config.max_num_batched_tokens - batch))
     contexts = (round(context),) * batch

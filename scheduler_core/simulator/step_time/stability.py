@@ -49,7 +49,9 @@ def max_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTime) -> 
     ends = [(row.prompt_tokens - 1, row.prompt_tokens + row.output_tokens - 1) for row in rows]
     blocks = fmean(_sum_of_blocks(last, block) - _sum_of_blocks(first, block) for first, last in ends)
     num_steps = max(
-        (chunks + decodes) / config.max_num_seqs, (prefill + decodes) / budget, blocks / config.num_kv_blocks
+        (chunks + decodes) / config.max_num_seqs,
+        (prefill + decodes) / budget,
+        blocks / config.capacity_blocks,
     )
     attention_s = fmean(step_time.least_attention_s(row.prompt_tokens, row.output_tokens) for row in rows)
     return 1.0 / (attention_s + step_time.least_s(num_steps, prefill, decodes))

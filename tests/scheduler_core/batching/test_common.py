@@ -142,7 +142,7 @@ def test_a_request_may_be_aborted_in_every_state(former: str, in_step: bool) -> 
         run.run()
         assert set(run.finished) | {victim} == set(run.lengths)
         assert victim not in run.finished
-        assert core.pool.kv.num_free_blocks == core.config.num_kv_blocks
+        assert core.pool.kv.num_free_blocks == core.config.capacity_blocks
     assert {"waiting", "decode"} <= reached
     assert ("prefill" in reached) == (former not in helpers.WHOLE_PROMPTS), "prompts are split"
     assert ("preempted" in reached) == ("offloaded" in reached) == (former not in helpers.NEVER_PREEMPT)

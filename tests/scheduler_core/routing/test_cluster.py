@@ -51,7 +51,7 @@ def simulate(trace: Trace, route: Router, num: int, policy: str = "tie", **more:
     for one in cores.values():
         one.validate()
         assert one.num_waiting == one.num_running == 0
-        assert one.pool.kv.num_free_blocks == LIMITS.num_kv_blocks
+        assert one.pool.kv.num_free_blocks == LIMITS.capacity_blocks
         assert not one.pool.reserved
     lengths = {row.request_id: row.output_tokens for row in trace.requests}
     assert sorted(record.request_id for record in out.records) == sorted(lengths)

@@ -46,7 +46,7 @@ def simulate(trace: Trace, name: str, num: int, policy: str = "fcfs", **more: An
     for core in cores.values():
         core.validate()
         assert core.num_waiting == core.num_running == 0
-        assert core.pool.kv.num_free_blocks == limits.num_kv_blocks
+        assert core.pool.kv.num_free_blocks == limits.capacity_blocks
         assert not core.pool.reserved
     lengths = {row.request_id: row.output_tokens for row in trace.requests}
     finished = [record.request_id for record in out.records]

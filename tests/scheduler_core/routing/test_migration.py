@@ -57,7 +57,7 @@ def check_stays(sides: dict[str, Scheduler]) -> None:
     """The request decodes on a, and b has its memory back."""
     assert sides["a"].state("r").status is Status.RUNNING
     if "b" in sides:
-        assert sides["b"].pool.kv.num_free_blocks == sides["b"].config.num_kv_blocks
+        assert sides["b"].pool.kv.num_free_blocks == sides["b"].config.capacity_blocks
         assert not sides["b"].pool.reserved
     for core in sides.values():
         core.validate()
