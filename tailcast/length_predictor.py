@@ -24,11 +24,13 @@ from scheduler_core.prediction.predictions import (
 )
 from scheduler_core.prediction.predictor import (
     PREDICTORS,
+    SERVICES,
     PredictionRequest,
     PredictorAddress,
     addresses,
 )
 from scheduler_core.prediction.prompt_text import Message, PromptForm, messages_of
+from scheduler_core.prediction.service_access import NO_FILES, ServiceAccess
 from tailcast.output_length import OutputLength
 
 if TYPE_CHECKING:
@@ -239,15 +241,16 @@ class LengthPredictor:
         )
         log.warning(text, model, len(served_models), suggestion(model, served_models))
 
-    def join(self, predictor: str) -> None:
-        """Adds the heads of another artifact or service, such as urgency, to the predictions; raises as `load`."""
-        scheme, target = PredictorAddress.of(predictor)
-        if scheme == "grpc":
-            opened = connect(target)
+    def join(self, predictor: str, access: ServiceAccess = NO_FILES) -> None:
+        """Adds the heads of another artifact or service, such as urgency, to the predictions; raises as `load`, or `connect`
+        with `access`."""
+        address = PredictorAddress.of(predictor)
+        if address.is_service:
+            opened = _connect(address, access)
             predict = opened._predict
             self._closing.callback(opened.close)
         else:
-            predict = _predict_with(_open(target))
+            predict = _predict_with(_open(address.target))
         self._others.append(predict)
         self._parts = Parts((*self._parts.names, predictor))
 
@@ -377,24 +380,40 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
     """Returns a client of `serve-predictor` that connects at the first call; needs the extra `client`.
 
     Args:
-        address: "host:port" or "grpc://host:port"; InputError for other formats.
-        settings: Deadline, retries, encryption and token.
+        address: "host:port", "grpc://host:port", or with TLS "grpcs://host:port"; InputError for other formats.
+        settings: Deadline, retries, encryption and token. None: the defaults, for grpcs:// with the CAs of the system.
     """
+    from predictors.client import ClientSettings, SyncPredictor, TlsSettings
+
+    scheme, separator, target = address.partition("://")
+    if not separator or scheme not in SERVICES:
+        target = address
+    elif scheme == "grpcs":
+        settings = settings or ClientSettings()
+        settings = replace(settings, tls=settings.tls or TlsSettings())
+    return _client_of(SyncPredictor(target, settings))
+
+
+def _connect(address: PredictorAddress, access: ServiceAccess) -> LengthPredictor:
     from predictors.client import SyncPredictor
 
-    client = SyncPredictor(address.removeprefix("grpc://"), settings)
+    return _client_of(SyncPredictor.of(address, access))
+
+
+def _client_of(client: SyncPredictor) -> LengthPredictor:
     return LengthPredictor(client.predict, client.metadata, RemoteCorrection(client), client.close)
 
 
-def open_length_predictor(predictor: str) -> LengthPredictor:
-    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT, and others joined by "+"."""
+def open_length_predictor(predictor: str, access: ServiceAccess = NO_FILES) -> LengthPredictor:
+    """Opens a predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT (grpcs:// with TLS), and others joined
+    by "+"; services with the files of `access`."""
     first, *others = addresses(predictor)
-    scheme, target = PredictorAddress.of(first)
-    if scheme not in ("grpc", "local"):
+    address = PredictorAddress.of(first)
+    if not address.is_service and address.scheme != "local":
         raise InputError("predictor", predictor, PREDICTORS)
-    opened = connect(target) if scheme == "grpc" else load(target)
+    opened = _connect(address, access) if address.is_service else load(address.target)
     for other in others:
-        opened.join(other)
+        opened.join(other, access)
     return opened
 
 
@@ -419,8 +438,8 @@ def predict(
         max_tokens: Maximum number of output tokens; None: `scheduler_core.prediction.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
         temperature: Sampling temperature of the LLM, >= 0; None: unknown.
-        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT, and artifacts with other heads joined by
-            "+"; stays open for later calls.
+        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT (grpcs:// with TLS), and artifacts with other
+            heads joined by "+"; stays open for later calls.
 
     Raises:
         InputError: The prompt is empty or invalid, or the model or temperature is not supported.

@@ -193,7 +193,7 @@ def stand_in() -> Iterator[None]:
         for name, module in modules().items():
             patch.setitem(sys.modules, name, module)
         patch.delenv("TAILCAST_CONFIG", raising=False)
-        patch.setattr(adapter, "open_predictor", lambda url: LengthReader(url.partition("://")[2]))
+        patch.setattr(adapter, "open_predictor", lambda url, **_: LengthReader(url.partition("://")[2]))
         adapter.scheduler_class.cache_clear()
         yield
         adapter.scheduler_class.cache_clear()

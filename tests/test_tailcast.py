@@ -234,7 +234,7 @@ def test_predictors_without_lengths_and_checkpoints_are_refused(tmp_path: Path) 
 )
 def test_every_command_refuses_an_address_with_the_same_words(address: str) -> None:
     allowed = (
-        f"predictor: got {address!r}; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT; joined by + for "
+        f"predictor: got {address!r}; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT (grpcs:// with TLS); joined by + for "
         "further heads, as in pretrained+urgency"
     )
     openers: tuple[Callable[[], object], ...] = (

@@ -19,7 +19,8 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtraError(package, "client") from error
 
-from predictors.client.grpc_client import ClientSettings, GrpcPredictor, SyncPredictor, TlsSettings
+from predictors.client.access import TlsSettings
+from predictors.client.grpc_client import ClientSettings, GrpcPredictor, SyncPredictor
 from predictors.client.messages import PredictorError
 
 __all__ = ["ClientSettings", "GrpcPredictor", "PredictorError", "SyncPredictor", "TlsSettings"]

@@ -40,15 +40,7 @@ def server_context(config: TlsOptions, *, authenticates: bool = True) -> ssl.SSL
     _trust(
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), config.tls_cert, "tls_cert"
     )  # so that its errors are its own
-    existing_file(config.tls_key, "tls_key")
-
-    def no_password() -> NoReturn:  # OpenSSL would ask for it on the terminal
-        raise InputError("tls_key", config.tls_key, "a private key without a passphrase")
-
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, no_password)
-    except (ssl.SSLError, OSError) as error:
-        raise InputError("tls_key", config.tls_key, f"the PEM private key of tls_cert ({error})") from error
+    _load_pair(context, config.tls_cert, config.tls_key, "tls_cert", "tls_key")
     if config.tls_client_ca is not None and authenticates:
         _trust(context, config.tls_client_ca, "tls_client_ca")
         context.verify_mode = ssl.CERT_REQUIRED
@@ -73,13 +65,37 @@ class ReplaceableContext(ssl.SSLContext):
         return self.current.wrap_bio(*arguments, **options)
 
 
-def client_context(authority: str, field: str) -> ssl.SSLContext:
-    """TLS context of connections to servers with a certificate of `authority`, a PEM file and the value of option `field`;
-    InputError if it is missing or invalid."""
+def client_context(
+    authority: str | None, field: str, certificate: str | None = None, key: str | None = None
+) -> ssl.SSLContext:
+    """TLS context of connections to servers with a certificate of `authority`, a PEM file and the value of option `field`
+    (None: of a CA of the system), that presents `certificate` with its `key`, if it is asked for; InputError if a file is
+    missing or invalid."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _trust(context, authority, field)
+    if authority is None:
+        context.load_default_certs()
+    else:
+        _trust(context, authority, field)
+    if certificate is not None and key is not None:
+        existing_file(certificate, "tls certificate")
+        _load_pair(context, certificate, key, "tls certificate", "tls key")
     return context
+
+
+def _load_pair(
+    context: ssl.SSLContext, certificate: str, key: str, certificate_field: str, key_field: str
+) -> None:
+    existing_file(key, key_field)
+
+    def no_password() -> NoReturn:  # OpenSSL would ask for it on the terminal
+        raise InputError(key_field, key, "a private key without a passphrase")
+
+    try:
+        context.load_cert_chain(certificate, key, no_password)
+    except (ssl.SSLError, OSError) as error:
+        allowed = f"the PEM private key of {certificate_field} ({error})"
+        raise InputError(key_field, key, allowed) from error
 
 
 def _trust(context: ssl.SSLContext, authority: str, field: str) -> None:

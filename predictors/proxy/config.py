@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from predictors.hosting.tls import check_tls
 from scheduler_core.errors import InputError
 from scheduler_core.prediction.predictor import PredictorAddress
+from scheduler_core.prediction.service_access import ACCESS_FILES, ServiceAccess
 from scheduler_core.prediction.urgency import LEVELS
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 
@@ -35,17 +36,20 @@ RELOADED = (
     *("default_max_tokens", "max_num_seqs", "release", "max_waiting", "max_in_flight", "max_body_mib"),
     *("max_held_mib", "idle_timeout_s", "tenant_header"),
     *("most_urgent_tier", "client_priority", "slo_ttft_ms", "slo_tpot_ms", "objectives"),
-    *("tls_cert", "tls_key", "tls_client_ca", "engine_ca"),
+    *("tls_cert", "tls_key", "tls_client_ca", "engine_ca", *ACCESS_FILES),
     *("feedback_prompts", "drain_delay_s", "access_log"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyConfig:
+class ProxyConfig(ServiceAccess):
     """Run an OpenAI-compatible proxy that predicts output lengths, and sends priorities to the engine or
     queues requests itself. On SIGTERM it finishes the requests in flight; on SIGHUP it reads its options again."""
 
-    INPUTS = ("predictor", "shadow_predictor", "tls_cert", "tls_key", "tls_client_ca", "engine_ca")
+    INPUTS = (
+        *("predictor", "shadow_predictor", *ACCESS_FILES),
+        *("tls_cert", "tls_key", "tls_client_ca", "engine_ca"),
+    )
     OUTPUTS = ("port_file", "feedback", "calibration_file", "session_file")
     SPELLINGS = (("served_model", "model"),)
 
@@ -57,7 +61,7 @@ class ProxyConfig:
     engine: Literal["vllm", "sglang", "dynamo", "llm-d", "none"] = "none"
     """Kind of engine; none (Ollama, llama.cpp server, ...): the proxy queues the requests itself."""
     predictor: str = "pretrained"
-    """pretrained or tiny (shipped with tailcast), an artifact folder, or grpc://HOST:PORT of serve-predictor; none: no predictions."""
+    """pretrained or tiny (shipped with tailcast), an artifact folder, or grpc://HOST:PORT (grpcs:// with TLS) of serve-predictor; none: no predictions."""
     policy: str | None = None
     """Scheduling policy: one of `simulate` that does not manage memory or batches, or package.module:Class.
     Default: bounded_shortest for engine none, otherwise tie."""
@@ -100,7 +104,7 @@ class ProxyConfig:
     engine_ca: str | None = None
     """PEM file with the CA of engines at https://; default: those of the system."""
     reload_poll_s: float = 0.0
-    """Seconds between checks for new certificates, which are followed by a reload; 0: only at SIGHUP."""
+    """Seconds between checks for new certificates and tokens, which are followed by a reload; 0: only at SIGHUP."""
     port_file: str | None = None
     """File to write the port numbers to, one per line, when the proxy is ready; removed at shutdown."""
     max_body_mib: int = 16
@@ -180,8 +184,8 @@ class ProxyConfig:
         if self.engine_ca is not None and not any(url.lower().startswith("https:") for url in self.urls):
             raise InputError("engine_ca", self.engine_ca, "none without an engine at https://")
         if self.online_calibration == "shared":
-            if PredictorAddress.of(self.predictor, others="none, ").scheme != "grpc":
-                allowed = "shared with a predictor at grpc://HOST:PORT, or true or false"
+            if not PredictorAddress.of(self.predictor, others="none, ").is_service:
+                allowed = "shared with a predictor at grpc://HOST:PORT or grpcs://, or true or false"
                 raise InputError("online_calibration", "shared", allowed)
             if self.calibration_file is not None:
                 allowed = "none with shared calibration: the service has the file"

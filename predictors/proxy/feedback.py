@@ -117,7 +117,7 @@ class Recorder:
     def __init__(
         self, config: ProxyConfig, metrics: ProxyMetrics, client: Callable[[], ObservingClient | None]
     ) -> None:
-        self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
+        self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S, config)
         self._config, self._metrics = config, metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()

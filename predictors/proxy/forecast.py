@@ -16,8 +16,10 @@ from scheduler_core.prediction.predictor import (
     PredictionRequest,
     Predictor,
     PredictorAddress,
+    addresses,
     open_predictor,
 )
+from scheduler_core.prediction.service_access import ACCESS_FILES, NO_FILES, ServiceAccess
 
 logger = logging.getLogger(__name__)
 #: A predictor is slow if `SLOW` of its last `WINDOW` predictions were late, but at least `MIN_LATE`; it is in time again at
@@ -89,11 +91,17 @@ class PredictorLog:
 
 class Forecaster:
     """Queries one predictor (see `open_predictor`; None: every forecast is absent) for single requests, and
-    returns a `Forecast` within `deadline_s` seconds in any case."""
+    returns a `Forecast` within `deadline_s` seconds in any case. `access`: for services. InputError if one of its files is
+    invalid."""
 
-    def __init__(self, predictor: str | None, field: str, deadline_s: float) -> None:
-        self._predictor: Predictor | None = None if predictor is None else open_predictor(predictor, field)
+    def __init__(
+        self, predictor: str | None, field: str, deadline_s: float, access: ServiceAccess = NO_FILES
+    ) -> None:
+        self._predictor: Predictor | None = None
+        if predictor is not None:
+            self._predictor = open_predictor(predictor, field, access)
         self._name, self._field, self.deadline_s = predictor, field, deadline_s
+        self._files = _files_of(access)
         self._log = PredictorLog(field, deadline_s)
         self._num_running = 0
         self._all_done = asyncio.Event()
@@ -103,7 +111,8 @@ class Forecaster:
     @property
     def is_remote(self) -> bool:
         """Whether a service predicts, at least some heads."""
-        return self._name is not None and "grpc://" in self._name
+        parts = [] if self._name is None else addresses(self._name)
+        return any(PredictorAddress.of(part).is_service for part in parts)
 
     @property
     def client(self) -> Any:
@@ -117,13 +126,19 @@ class Forecaster:
         except TailcastError as error:
             logger.warning("the predictor is not ready: %s", error)
 
-    async def successor(self, predictor: str | None, deadline_s: float, timeout_s: float) -> Forecaster:
-        """The forecaster for new options, ready to use; this one if there is no change. A service is not queried again, a
-        folder is loaded again for its new version. TailcastError if it cannot be loaded or reached."""
-        is_same = (predictor, deadline_s) == (self._name, self.deadline_s)
+    async def successor(
+        self, predictor: str | None, deadline_s: float, timeout_s: float, access: ServiceAccess = NO_FILES
+    ) -> Forecaster:
+        """The forecaster for new options, ready to use; this one if there is no change. A service is not queried again (its
+        client reads new files by itself), a folder is loaded again for its new version. TailcastError if it cannot be loaded
+        or reached, or a file of `access` is invalid."""
+        options = (predictor, deadline_s, _files_of(access))
+        is_same = options == (self._name, self.deadline_s, self._files)
         if is_same and (predictor is None or PredictorAddress.of(predictor).scheme not in ("local", "joint")):
+            if predictor is not None:
+                await asyncio.to_thread(open_predictor, predictor, self._field, access)  # checks the files
             return self
-        successor = await asyncio.to_thread(Forecaster, predictor, self._field, deadline_s)
+        successor = await asyncio.to_thread(Forecaster, predictor, self._field, deadline_s, access)
         try:
             await successor._load(timeout_s)
         except BaseException:
@@ -179,6 +194,10 @@ class Forecaster:
                 self.version = await self._predictor.load()
         except TimeoutError as error:
             raise TailcastError(f"no response from {self._field} in {timeout_s:g} s") from error
+
+
+def _files_of(access: ServiceAccess) -> list[str | None]:
+    return [getattr(access, name) for name in ACCESS_FILES]
 
 
 def _public_text(error: Exception) -> str:

@@ -80,7 +80,7 @@ class RequestHandler:
         self.relay, self.order = self.engines[0].relay, self.engines[0].order
         self.queue = self.order if isinstance(self.order, HoldQueue) else None
         predictor = None if config.predictor == "none" else config.predictor
-        self.forecaster = Forecaster(predictor, "predictor", config.deadline_s)
+        self.forecaster = Forecaster(predictor, "predictor", config.deadline_s, config)
         self.recorder = Recorder(config, self.metrics, lambda: self.forecaster.client)
         self._spans = ProxySpans(config) if config.traces else None
         self.sessions: Sessions | None = None

@@ -144,7 +144,7 @@ class ProxyServer:
             for tls, context in zip(self._tls, server_contexts, strict=True):
                 tls.current = context
         applied = [f"{name} = {getattr(config, name)!r}" for name in changed if name in names]
-        files = (config.tls_cert, config.tls_client_ca, config.engine_ca)
+        files = (config.tls_cert, config.tls_client_ca, config.engine_ca, *config.access_files)
         applied += [f"{file}: read again" for file in files if file is not None]
         for field, before, after in zip(("predictor", "shadow_predictor"), old, new, strict=True):
             if before is not after:
@@ -156,7 +156,7 @@ class ProxyServer:
             logger.warning("these options need a restart: %s", ", ".join(restart))
 
     def reload_on_changes(self, reload: Callable[[], Awaitable[None]]) -> None:
-        """Calls `reload` when a file of a certificate has changed, checked every `reload_poll_s`; until `stop`."""
+        """Calls `reload` when a file of a certificate or token has changed, checked every `reload_poll_s`; until `stop`."""
         if self.handler.config.reload_poll_s:
             self._watching.append(asyncio.create_task(self._watch_files(self._files_state(), reload)))
 
@@ -170,7 +170,10 @@ class ProxyServer:
 
     def _files_state(self) -> list[object]:
         config = self.handler.config
-        files = (config.tls_cert, config.tls_key, config.tls_client_ca, config.engine_ca)
+        files = (
+            *(config.tls_cert, config.tls_key, config.tls_client_ca, config.engine_ca),
+            *config.access_files,
+        )
         return [file_state(file) for file in files if file is not None]
 
     async def _successors(self, config: ProxyConfig) -> list[Forecaster]:
@@ -178,8 +181,8 @@ class ProxyServer:
         predictor = None if config.predictor == "none" else config.predictor
         shadow = self.handler.recorder.shadow
         loading = (
-            self.handler.forecaster.successor(predictor, config.deadline_s, config.warm_up_s),
-            shadow.successor(config.shadow_predictor, shadow.deadline_s, config.warm_up_s),
+            self.handler.forecaster.successor(predictor, config.deadline_s, config.warm_up_s, config),
+            shadow.successor(config.shadow_predictor, shadow.deadline_s, config.warm_up_s, config),
         )
         loaded = await asyncio.gather(*loading, return_exceptions=True)
         new = [forecaster for forecaster in loaded if isinstance(forecaster, Forecaster)]

@@ -82,7 +82,7 @@ class QuotaCallback(_Base):  # type: ignore[misc]
             file = os.environ.get(VARIABLE)
             settings = QuotaSettings.of({} if file is None else read_yaml(file, VARIABLE), VARIABLE)
         self._settings = settings
-        self._predictor = predictor or open_predictor(settings.predictor)
+        self._predictor = predictor or open_predictor(settings.predictor, access=settings)
         self._correction = Correction()
         #: Requests in flight by LiteLLM's id, with their predictions before the correction.
         self._pending: OrderedDict[str, tuple[RequestContext, LengthPrediction]] = OrderedDict()

@@ -16,6 +16,7 @@ from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
 from scheduler_core.prediction.predictor import PREDICTORS, AsyncPredictor, Predictor
 from scheduler_core.prediction.prompt_text import Message
+from scheduler_core.prediction.service_access import ACCESS_FILES, ServiceAccess
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges
 from scheduler_core.shell.options import check_type
 
@@ -28,13 +29,14 @@ PROMPT_PARTS = ("user", "whole")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredictorSettings:
+class PredictorSettings(ServiceAccess):
     """Settings of the predictions inside an engine or a gateway; `of` creates them, or a subclass, from a
     mapping. `InputError` if a value is invalid.
 
     Attributes:
         predictor: pretrained or tiny (shipped with tailcast) or an artifact folder, in this process;
-            grpc://HOST:PORT; None: no predictions.
+            grpc://HOST:PORT, grpcs://HOST:PORT; None: no predictions.
+        predictor_ca, predictor_cert, predictor_key, predictor_token_file: See `ServiceAccess`.
         model: Name of the served model, for predictors of several models.
         timeout_s: Timeout of a prediction in seconds.
         max_in_flight: Maximum number of concurrent calls.
@@ -61,7 +63,7 @@ class PredictorSettings:
         errors. `InputError` if it is not a mapping, or a setting is unknown or invalid."""
         if not isinstance(values, Mapping):
             raise InputError(source, values, "names with values, such as {predictor: pretrained}")
-        names = [each.name for each in fields(cls)]
+        names = sorted((each.name for each in fields(cls)), key=ACCESS_FILES.__contains__)  # those last
         for name in values:
             if name not in names:
                 raise unknown_name(f"{source}, setting", name, names)

@@ -440,7 +440,7 @@ def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThrea
         allowed = "unset with --skip-tokenizer-init: without a tokenizer there are no prompt texts"
         raise InputError("predictor", settings.predictor, allowed)
     decoder = PromptDecoder(tokenizer, whole=settings.prompt == "whole")
-    return settings.start_thread(open_predictor(settings.predictor), decoder)
+    return settings.start_thread(open_predictor(settings.predictor, access=settings), decoder)
 
 
 def _log_start(settings: EngineSettings) -> None:

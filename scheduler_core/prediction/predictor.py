@@ -24,12 +24,15 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.joint import Parts, merged
 from scheduler_core.prediction.predictions import MissingPart, Prediction
 from scheduler_core.prediction.prompt_text import Message, PromptForm
+from scheduler_core.prediction.service_access import NO_FILES, ServiceAccess
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
+#: Schemes of services: without and with TLS.
+SERVICES = ("grpc", "grpcs")
 #: The predictors that come with tailcast.
 SHIPPED = ("pretrained", "tiny", "urgency")
 #: Accepted addresses of predictors, for help texts and error messages.
-PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT; joined by + for further heads, as in pretrained+urgency"
+PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT (grpcs:// with TLS); joined by + for further heads, as in pretrained+urgency"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,8 @@ class Predictor(ABC):
 
 
 class PredictorAddress(NamedTuple):
-    """An address in parts. `scheme` is "local" for an artifact (`target`: a name in `SHIPPED` or a folder), "grpc" for a
-    service (HOST:PORT), "joint" for several addresses, or the name of an entry point of another package."""
+    """An address in parts. `scheme` is "local" for an artifact (`target`: a name in `SHIPPED` or a folder), "grpc" or
+    "grpcs" (TLS) for a service (HOST:PORT), "joint" for several addresses, or the name of an entry point of another package."""
 
     scheme: str
     target: str
@@ -101,6 +104,11 @@ class PredictorAddress(NamedTuple):
         if not target or is_missing:
             raise InputError(field, predictor, others + PREDICTORS)
         return cls(scheme, target)
+
+    @property
+    def is_service(self) -> bool:
+        """Whether it is a service."""
+        return self.scheme in SERVICES
 
 
 def addresses(predictor: str) -> list[str]:
@@ -165,16 +173,21 @@ class JointPredictor(Predictor):
             await each.close()
 
 
-def open_predictor(predictor: str, field: str = "predictor") -> Predictor:
+def open_predictor(predictor: str, field: str = "predictor", access: ServiceAccess = NO_FILES) -> Predictor:
     """Creates a predictor from its address (see `PredictorAddress.of`), without connecting or loading a graph.
 
     Calls the entry point of the group "tailcast.predictors" that is named like the scheme (or like the shipped
-    predictor, if it has its own), with the target. InputError if there is none; raises as `PredictorAddress.of`.
+    predictor, if it has its own), with the target; that of "grpc" for services, with `access`. InputError if there is none, or
+    a file of `access` is invalid; raises as `PredictorAddress.of`.
     """
     if len(parts := addresses(predictor)) > 1:
-        return JointPredictor([open_predictor(part, field) for part in parts], parts)
+        return JointPredictor([open_predictor(part, field, access) for part in parts], parts)
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    scheme, target = PredictorAddress.of(predictor, field)
+    address = PredictorAddress.of(predictor, field)
+    scheme, target = address
+    if address.is_service and "grpc" in points:
+        service: Predictor = points["grpc"].load().of(address, access)
+        return service
     point = points.get(target if target in SHIPPED and target in points else scheme)
     if point is None:
         raise InputError(field, predictor, PREDICTORS)

@@ -11,6 +11,7 @@ import numpy as np
 from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
+from scheduler_core.prediction.service_access import ACCESS_FILES, ServiceAccess
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges, construct
 from scheduler_core.routing import ROUTERS, SCALERS, make_router
 from scheduler_core.routing.base import Router, Scaler
@@ -251,10 +252,10 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulationConfig:
+class SimulationConfig(ServiceAccess):
     """Simulate a scheduling policy on a request trace."""
 
-    INPUTS = ("trace", "workload", "step_time_parameters", "vary")
+    INPUTS = ("trace", "workload", "step_time_parameters", "vary", *ACCESS_FILES)
     SPELLINGS = (("served_model", "model"),)
 
     policy: str | None = None
@@ -277,7 +278,7 @@ class SimulationConfig:
     """Overrides of the policy's parameters, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
     """Source of predictions: pretrained or tiny (shipped with tailcast), an artifact folder or grpc://HOST:PORT (a running
-    serve-predictor), each called for every prompt; trace (columns mu, sigma, nu of the trace), oracle (true lengths),
+    serve-predictor; grpcs:// with TLS), each called for every prompt; trace (columns mu, sigma, nu of the trace), oracle (true lengths),
     none. sjf always uses the oracle. Default: trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
     """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call,

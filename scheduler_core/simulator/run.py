@@ -167,7 +167,9 @@ def prepare_predictions(
     if source == "oracle":
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
     PredictorAddress.of(source, others="none, trace, oracle, ")
-    return fetch_predictions(trace, source, served_model=config.served_model, progress=progress)
+    return fetch_predictions(
+        trace, source, access=config, served_model=config.served_model, progress=progress
+    )
 
 
 def run_simulation(

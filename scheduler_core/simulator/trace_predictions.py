@@ -16,6 +16,7 @@ from scheduler_core.prediction.predictor import (
     Predictor,
     open_predictor,
 )
+from scheduler_core.prediction.service_access import NO_FILES, ServiceAccess
 from scheduler_core.simulator.trace import Trace
 
 #: Scale of an oracle's distribution, so small that all quantiles equal the true length up to a relative 1e-4.
@@ -82,11 +83,12 @@ def fetch_predictions(
     trace: Trace,
     predictor: str | Predictor,
     *,
+    access: ServiceAccess = NO_FILES,
     served_model: str = "",
     max_in_flight: int = 16,
     progress: Progress | None = None,
 ) -> Predictions:
-    """Queries a live predictor (or one opened by name, see `open_predictor`) with one call per request with a prompt, and
+    """Queries a live predictor (or one opened by name with `access`, see `open_predictor`) with one call per request with a prompt, and
     closes it. `InputError` if the predictor is unknown, or no row has a prompt; `TailcastError` if all of the
     first `max_in_flight` calls failed.
 
@@ -97,7 +99,7 @@ def fetch_predictions(
     if not rows:
         first = trace.requests[0].request_id
         raise InputError(f"prompt of request {first}", None, "a trace with prompts for a live predictor")
-    opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
+    opened = open_predictor(predictor, access=access) if isinstance(predictor, str) else predictor
     name = predictor if isinstance(predictor, str) else type(predictor).__name__
     num_probes = min(max_in_flight, len(rows))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.service_access import ACCESS_FILES, ServiceAccess
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.shell.command import command
 
@@ -14,16 +15,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictConfig:
+class PredictConfig(ServiceAccess):
     """Predict the output length and the urgency of a prompt, or of each prompt of a file, without running an LLM."""
 
-    INPUTS = ("data", "predictor")
+    INPUTS = ("data", "predictor", *ACCESS_FILES)
     OUTPUTS = ("out",)
 
     prompt: str | None = None
     """Prompt text, or the JSON body of an API request: messages, tools, response_format, ...; set either this or data."""
     predictor: str = "pretrained+urgency"
-    """pretrained or tiny (shipped), an artifact folder, or grpc://HOST:PORT of serve-predictor; artifacts with other heads, such as urgency, are joined by +."""
+    """pretrained or tiny (shipped), an artifact folder, or grpc://HOST:PORT (grpcs:// with TLS) of serve-predictor; artifacts with other heads, such as urgency, are joined by +."""
     model: str | None = None
     """Name of the LLM; default: unknown. Rows of data can override it."""
     max_tokens: int | None = None
@@ -58,7 +59,7 @@ def _predict(config: PredictConfig) -> int:
 
     from tailcast.length_predictor import open_length_predictor
 
-    with open_length_predictor(config.predictor) as predictor:
+    with open_length_predictor(config.predictor, config) as predictor:
         if config.data is not None and config.out is not None:
             from scheduler_core.prediction.api_request import ApiRequest
             from tailcast.prompt_file import predict_file

@@ -17,8 +17,9 @@ from predictors.manifest import MANIFEST, MODEL
 from predictors.pretrained import predictor_folder
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS, Prediction
-from scheduler_core.prediction.predictor import PredictionRequest, addresses
+from scheduler_core.prediction.predictor import SERVICES, PredictionRequest, PredictorAddress, addresses
 from scheduler_core.prediction.prompt_text import PromptForm
+from scheduler_core.prediction.service_access import NO_FILES, ServiceAccess
 from scheduler_core.shell.progress import tracked
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 Accelerator = Literal["auto", "cpu", "cuda"]
 #: Degrees of freedom of fits for predictors without a fixed nu.
 DEFAULT_NU = 3.5
-SERVICE = "grpc://"
 #: Arrays of the length head.
 LENGTH_ARRAYS = frozenset(("mu", "sigma", "nu", "sigma_within", "quantiles"))
 #: Rows of a step of the progress bar of a service, and seconds for them.
@@ -61,12 +61,14 @@ class BatchPredictor:
 
 @dataclass(frozen=True, slots=True)
 class InferenceOptions:
-    """Options of batch inference; threads None: one for an artifact, torch's default for a checkpoint."""
+    """Options of batch inference; threads None: one for an artifact, torch's default for a checkpoint. `access`: for a
+    service."""
 
     batch_size: int = 16
     threads: int | None = None
     progress: bool = True
     accelerator: Accelerator = "auto"
+    access: ServiceAccess = NO_FILES
 
     def track(self, batches: Iterable[Any]) -> Iterable[Any]:
         """The batches, with a progress bar if that is on."""
@@ -76,19 +78,19 @@ class InferenceOptions:
 def open_batch_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
 ) -> BatchPredictor:
-    """Opens an artifact, a checkpoint, a service (grpc://HOST:PORT), or several with different heads, joined by "+", as in
+    """Opens an artifact, a checkpoint, a service (grpc://HOST:PORT, grpcs://HOST:PORT), or several with different heads, joined by "+", as in
     pretrained+urgency; "pretrained", "tiny" and "urgency" are the artifacts shipped with tailcast. InputError if the folder is
     neither, or is damaged."""
     if len(parts := addresses(str(folder))) > 1:
         return _joined([open_batch_predictor(part, options, field) for part in parts])
-    if str(folder).startswith(SERVICE):
+    if str(folder).partition("://")[0] in SERVICES and "://" in str(folder):
         return _open_service(str(folder), options)
     path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
     if (path / "config.json").is_file():
         return _open_checkpoint(path, options)
-    allowed = "pretrained, tiny, an artifact folder of export-onnx, a checkpoint folder of train, or grpc://HOST:PORT"
+    allowed = "pretrained, tiny, an artifact folder of export-onnx, a checkpoint folder of train, or grpc://HOST:PORT (grpcs:// with TLS)"
     raise InputError(field, str(path), allowed)
 
 
@@ -118,7 +120,7 @@ def _open_service(address: str, options: InferenceOptions) -> BatchPredictor:
     from predictors.client import SyncPredictor
     from predictors.client.messages import prompt_form
 
-    client = SyncPredictor(address.removeprefix(SERVICE))
+    client = SyncPredictor.of(PredictorAddress.of(address), options.access)
     metadata = client.metadata()
     nu = metadata.nu if metadata.HasField("nu") else None
 

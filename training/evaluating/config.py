@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.service_access import ACCESS_FILES, ServiceAccess
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.shell.threads import check_threads
 from training.fitting.grouping import GroupingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(GroupingOptions):
+class EvaluateConfig(GroupingOptions, ServiceAccess):
     """Compare a predictor's distributions with sampled outputs: parameters, ranking, coverage, CRPS, PIT."""
 
-    INPUTS = ("predictor", "data", "compare", "baselines_from")
+    INPUTS = ("predictor", "data", "compare", "baselines_from", *ACCESS_FILES)
     OUTPUTS = ("json", "html", "markdown")
     SPELLINGS = (("served_model", "model"),)
 
     predictor: str
-    """Artifact folder of export-onnx, checkpoint folder of train, pretrained, tiny, or grpc://HOST:PORT of serve-predictor."""
+    """Artifact folder of export-onnx, checkpoint folder of train, pretrained, tiny, or grpc://HOST:PORT (grpcs:// with TLS) of serve-predictor."""
     data: str
     """Parquet file with prompts and fits (fits/2), or with output lengths (samples/2 or lists; for the published CASTILLO files add --max_tokens 15000), which are fitted first."""
     overwrite: bool = False

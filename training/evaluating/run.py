@@ -54,7 +54,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if (path := getattr(config, name)) is not None
     }
     existing_file(config.data, "data")
-    options = InferenceOptions(config.batch_size, config.threads, config.progress)
+    options = InferenceOptions(config.batch_size, config.threads, config.progress, access=config)
     predictor = open_batch_predictor(config.predictor, options)
     others = {
         name: open_batch_predictor(folder, options, "compare") for name, folder in config.others.items()

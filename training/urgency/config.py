@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.service_access import ACCESS_FILES, ServiceAccess
 from scheduler_core.ranges import INTEGERS, check_ranges
 
 BASELINES = ("constant", "bag_of_words")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateUrgencyConfig:
+class EvaluateUrgencyConfig(ServiceAccess):
     """Evaluate an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. The exit code is 3 if claims of urgency raise scheduled levels more often than allowed."""
 
-    INPUTS = ("predictor", "data", "validation", "compare")
+    INPUTS = ("predictor", "data", "validation", "compare", *ACCESS_FILES)
     OUTPUTS = ("json",)
 
     predictor: str
-    """Folder of a checkpoint or artifact with an urgency head, urgency, grpc://HOST:PORT, or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
+    """Folder of a checkpoint or artifact with an urgency head, urgency, grpc://HOST:PORT (grpcs:// with TLS), or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
     data: str
     """Labelled texts in the format of import-urgency (Parquet with columns text, level; optional weight, source, language, split). Split train is used for the baselines, validation for the threshold, and test for the evaluation."""
     json: str

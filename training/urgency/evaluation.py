@@ -18,6 +18,7 @@ from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import ClaimPair, neutral_texts, read_pairs
 from predictors.manifest import MANIFEST
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.service_access import NO_FILES, ServiceAccess
 from scheduler_core.prediction.urgency import LEVELS, effective_level, expected_cost_levels
 from scheduler_core.shell.files import existing_file, sha256_file, writable_target, write_json
 from training.evaluating.batch_predictor import Accelerator, InferenceOptions, open_batch_predictor
@@ -136,13 +137,21 @@ def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabeledText
     if predictor.startswith(FROZEN):
         encoder = predictor.removeprefix(FROZEN)
         return frozen_encoder_baseline(train, encoder, config.batch_size)
-    return open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
+    return open_urgency(
+        predictor, accelerator=config.accelerator, batch_size=config.batch_size, access=config
+    )
 
 
-def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_size: int = 32) -> Predict:
-    """Opens a checkpoint or artifact with an urgency head; InputError if it has none, or one with other levels than
+def open_urgency(
+    path: str | Path,
+    *,
+    accelerator: Accelerator = "auto",
+    batch_size: int = 32,
+    access: ServiceAccess = NO_FILES,
+) -> Predict:
+    """Opens a checkpoint, artifact or service (with `access`) with an urgency head; InputError if it has none, or one with other levels than
     LEVELS."""
-    options = InferenceOptions(batch_size, accelerator=accelerator, progress=False)
+    options = InferenceOptions(batch_size, accelerator=accelerator, progress=False, access=access)
     predictor = open_batch_predictor(path, options)
     if not predictor.urgency_levels:
         raise InputError("predictor", "no urgency head", "a predictor that was trained with one")

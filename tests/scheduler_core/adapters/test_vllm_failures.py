@@ -24,7 +24,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv("TAILCAST_CONFIG", raising=False)
-    monkeypatch.setattr(adapter, "open_predictor", lambda url: LengthReader("answers"))
+    monkeypatch.setattr(adapter, "open_predictor", lambda url, **_: LengthReader("answers"))
     adapter.scheduler_class.cache_clear()
 
     def build(policy: str, engine_policy: str = "fcfs") -> Any:

@@ -30,7 +30,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv("TAILCAST_CONFIG", raising=False)
-    monkeypatch.setattr(adapter, "open_predictor", lambda url: LengthReader(url.partition("://")[2]))
+    monkeypatch.setattr(adapter, "open_predictor", lambda url, **_: LengthReader(url.partition("://")[2]))
     adapter.scheduler_class.cache_clear()
     schedulers = []
 
@@ -105,7 +105,7 @@ def test_the_order_of_the_part_that_answers(
     """Length and urgency are joined, and the one that the policy does not use fails, or is late."""
     heads, modes = ("length", "urgency"), {used: "answers", other: mode}
     parts: list[Any] = [OneHead(modes[number], head) for number, head in enumerate(heads)]
-    monkeypatch.setattr(adapter, "open_predictor", lambda url: JointPredictor(parts, heads))
+    monkeypatch.setattr(adapter, "open_predictor", lambda url, **_: JointPredictor(parts, heads))
     lengths = (58, 45, 35, 25, 15, 5)
     counter = process_metrics().predictions
     before = {each: counter.labels(each)._value.get() for each in ("answered", "partial", "failed")}
