@@ -90,7 +90,10 @@ VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encodi
 #: What a user may set -> the values.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "defaults": {},
-    "tls": {"proxy": {"tlsSecret": "certificate", "otlpEndpoint": "http://collector:4318"}},
+    "tls": {
+        "proxy": {"tlsSecret": "certificate", "otlpEndpoint": "http://collector:4318"},
+        "predictor": {"tlsSecret": "of-predictor"},
+    },
     "volumes": {
         "engine": {"cacheClaim": "models"},
         "predictor": {"artifactClaim": "mine", "artifact": "/artifact"},
@@ -294,9 +297,9 @@ def test_proxy_predictor_and_engine_fit_together(source: str, tmp_path: Path) ->
     else:
         engine = chart.get(("Service", "engine"), {"metadata": {"name": ""}})["metadata"]["name"]
         assert proxy.engine_url == (f"http://{engine}:8000" if engine else "https://gateway")
-        assert (
-            proxy.predictor == f"grpc://{chart['Service', 'predictor']['metadata']['name']}:{predictor.port}"
-        )
+        scheme = "grpcs" if source == "tls" else "grpc"
+        service = chart["Service", "predictor"]["metadata"]["name"]
+        assert proxy.predictor == f"{scheme}://{service}:{predictor.port}"
         words = container("engine", setting)["args"] if engine else []
         names = ("proxy", "predictor")
         graces = [
@@ -309,9 +312,9 @@ def test_proxy_predictor_and_engine_fit_together(source: str, tmp_path: Path) ->
         assert {f"--max-num-seqs={proxy.max_num_seqs}", "--scheduling-policy=priority", "--port=8000"} <= set(
             words
         )
-    assert (proxy.tls_cert, proxy.traces) == (
-        ("/etc/tailcast-tls/tls.crt", True) if source == "tls" else (None, False)
-    )
+    certificate = "/etc/tailcast-tls/tls.crt" if source == "tls" else None
+    assert (proxy.tls_cert, predictor.tls_cert, proxy.traces) == (certificate, certificate, source == "tls")
+    assert proxy.predictor_ca == ("/etc/tailcast-predictor/ca.crt" if source == "tls" else None)
 
 
 def test_files_name_one_version_of_image_and_engine() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,11 +22,9 @@ import yaml
 from tests.data_gen.conftest import save_tiny_llama, vllm_environment, vllm_python
 from tests.deploy.test_deploy import DEPLOY, DOCKERFILE, ROOT, container, documents, entrypoint, manifests
 from tests.fake_openai import running_engine
-from tests.predictors.conftest import pki
 from tests.predictors.proxy.fake_engine import CHAT, chat, plain, until
-from tests.predictors.proxy.test_tls import trusting
 
-__all__ = ["pki", "vllm_python"]  # fixtures
+__all__ = ["vllm_python"]  # a fixture
 
 PRETRAINED = ROOT / "predictors/pretrained/tailcast-minilm"
 #: `vllm`, whose own script does not find the version of the package for CPUs.
@@ -141,7 +139,7 @@ def of_chart(setting: str, tmp_path: Path, collector: str, certificate: Path) ->
     for name in ("proxy", "predictor"):
         main = container(name, setting)
         mounts = {"/opt/tailcast": DEPLOY, "/state": tmp_path, "/etc/tailcast-tls": certificate}
-        mounts |= {"/artifact": PRETRAINED, "/etc/tailcast": tmp_path}
+        mounts |= {"/etc/tailcast-predictor": certificate, "/artifact": PRETRAINED, "/etc/tailcast": tmp_path}
         environment = {one["name"]: one["value"] for one in main.get("env", ())}
         for variable in environment.keys() & {"OTEL_EXPORTER_OTLP_ENDPOINT"}:
             environment[variable] = collector
@@ -205,27 +203,37 @@ async def test_the_services_of_the_compose_file_serve(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["defaults", "tls", "volumes"])
-async def test_the_pods_of_the_chart_serve(setting: str, tmp_path: Path, pki: Path) -> None:
+async def test_the_pods_of_the_chart_serve(setting: str, tmp_path: Path) -> None:
     at, certificate = addresses(), tmp_path / "tls"
     certificate.mkdir()
-    for end, name in (("pem", "tls.crt"), ("key", "tls.key")):
-        shutil.copy(pki / f"ours-server.{end}", certificate / name)
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(certificate / "ca.crt"))
+    issued = authority.issue_cert(*at.values())
+    issued.private_key_pem.write_to_path(str(certificate / "tls.key"))
+    issued.cert_chain_pems[0].write_to_path(str(certificate / "tls.crt"))
     scheme = "https" if setting == "tls" else "http"
     url = f"{scheme}://{at['proxy']}:8080{CHAT}"
-    context = trusting(pki, "ours")
-    context.check_hostname = False  # the certificate is for localhost
+    metrics = f"{scheme}://{at['proxy']}:8081/metrics"
+    context = ssl.create_default_context(cafile=str(certificate / "ca.crt"))
     async with (
         asyncio.timeout(300),
         aiohttp.ClientSession() as client,
         running_engine(plain, at["engine"], 8000) as engine,
     ):
+
+        async def is_predicted() -> bool:
+            async with client.post(url, json=chat("three rivers"), ssl=context) as response:
+                assert response.status == 200
+            async with client.get(metrics, ssl=context) as response:
+                return 'predictions_total{outcome="answered"}' in await response.text()
+
         pods = of_chart(setting, tmp_path, engine.url, certificate)
         async with started(pods["predictor"]):
             assert await pods["predictor"].is_healthy()
             async with started(pods["proxy"]):
                 assert await pods["proxy"].is_healthy()
-                async with client.post(url, json=chat("three rivers"), ssl=context) as response:
-                    assert response.status == 200
+                await until(is_predicted)
         assert (setting == "tls") is any(path == "/v1/traces" for _, path, _, _ in engine.requests)
 
 
