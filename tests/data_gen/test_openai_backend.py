@@ -463,7 +463,7 @@ def test_a_restarted_server_is_waited_for_and_nothing_is_lost() -> None:
     ("version", "message"), [(None, "no server"), ("10.0", "now vllm 10.0, but was vllm 9.9")]
 )
 def test_a_server_that_stays_away_or_is_replaced_ends_the_run(version: str | None, message: str) -> None:
-    script = Completions(delay_s=0.02)
+    script = Completions(delay_s=0.2)  # so long that requests are under way when it goes
     with running(script) as (server,), backend(server, server_wait_s=0.3) as engine:
         results = engine.sample(LONG_WORK, SETTINGS)
         next(results)
