@@ -1,7 +1,8 @@
 """Cost of a step in vLLM's scheduler and in ours, without a model.
 
     PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm.scheduler [--policies vllm bounded_shortest tie ssjf fcfs+slai ...]
-                            [--rounds 3] [--running 256] [--waiting 2000] [--parts 3] [--part_steps 200] [--request_tokens 2048]
+                            [--rounds 3] [--running 256] [--waiting 2000] [--parts 3] [--part_steps 200] [--turn_steps 20]
+                            [--request_tokens 2048]
 
 Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache
 manager. Ours also has a policy, a prediction for each request that arrives one step later, and online
@@ -10,9 +11,10 @@ and waiting requests are constant. With shortest-first policies more requests fi
 code has more work too. With fcfs+slai the batch former slai plans the steps. The KV cache has memory for `request_tokens` of
 each running request: formers that hold more requests in memory than run do so up to this. Per step: CPU time of `schedule`,
 `update_from_output` and the arrivals, in the calling thread, without garbage collection. Each scheduler runs in its own
-process, as in an engine. They take turns of 20 steps, and each turn is compared with that of the first one, because the speed of
-a shared machine changes from second to second. All requests come at once, and a step with fewer of them is cheaper, so each part
-of the steps has its own row, with how many requests were in a step and in memory.
+process, as in an engine. They take turns of `turn_steps`: few, and the machine has the same speed in all of them; many, and
+a scheduler keeps its data in the processor's cache. Each turn is compared with that of the first scheduler, because the speed
+of a shared machine changes from second to second. All requests come at once, and a step with fewer of them is cheaper, so each
+part of the steps has its own row, with how many requests were in a step and in memory.
 """
 
 from __future__ import annotations
@@ -41,8 +43,6 @@ POLICIES = [
     VLLM, "bounded_shortest", "tie", "ssjf", "fcfs+chunked_prefill", "fcfs+slai", "uniboost+uniboost", "semantic+stage_aware",
     "fcfs+rad", "fcfs+rad_prefill_first", "ssjf+quantile_reserve", "fcfs+orca", "fcfs+request_level", "fcfs+vllm",
 ]  # fmt: skip
-#: Steps of a scheduler before it is the next one's turn.
-TURN = 20
 
 
 class Predictions:
@@ -136,13 +136,13 @@ def run_steps(policy: str | None, model: Path, options: argparse.Namespace, requ
 
 
 def measured(options: argparse.Namespace) -> dict[str, np.ndarray]:
-    """The steps of each scheduler [turns, TURN, 4], see `Side.step`."""
+    """The steps of each scheduler [turns, turn_steps, 4], see `Side.step`."""
     turns: dict[str, list[list[tuple[float, int, int, int]]]] = {name: [] for name in options.policies}
     with ExitStack() as stack:
         ends = {name: stack.enter_context(own_process(run_steps, name, options)) for name in turns}
-        for _ in range(options.parts * options.part_steps // TURN):
+        for _ in range(options.parts * options.part_steps // options.turn_steps):
             for name, end in ends.items():
-                end.send(TURN)
+                end.send(options.turn_steps)
                 turns[name].append(end.recv())
     return {name: np.array(steps, float) for name, steps in turns.items()}
 
@@ -155,12 +155,13 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--parts", type=int, default=3)
     parser.add_argument("--part_steps", type=int, default=200)
+    parser.add_argument("--turn_steps", type=int, default=20)
     parser.add_argument("--request_tokens", type=int, default=2048)
     options = parser.parse_args()
-    if options.part_steps % TURN:
-        parser.error(f"--part_steps: got {options.part_steps}; allowed: multiples of {TURN}")
+    if options.part_steps % options.turn_steps:
+        parser.error(f"--part_steps: got {options.part_steps}; allowed: multiples of --turn_steps")
     rounds = [measured(options) for _ in range(options.rounds)]
-    num_turns, first, lines = options.part_steps // TURN, options.policies[0], []
+    num_turns, first, lines = options.part_steps // options.turn_steps, options.policies[0], []
     for part in range(options.parts):
         chosen = slice(part * num_turns, (part + 1) * num_turns)
         steps = f"{part * options.part_steps + 1} to {(part + 1) * options.part_steps}"
