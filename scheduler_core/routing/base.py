@@ -29,7 +29,8 @@ class Router(ABC):
 
     Class variables:
         needs_requests: Snapshots must include the individual requests.
-        sees_tokens: The choice depends on tokens or blocks, which change with every step, not only on request counts.
+        sees_tokens: The choice depends on tokens or blocks, which change with every step, not only on request counts. Without
+            it, only the counts of a snapshot are of the current state.
         scrapes: Its snapshots are metrics that it scrapes from the engines; they may be old (`cluster.snapshot_interval_s`).
         needs_generator: It uses random numbers from its field `rng`.
         role: Role of the replicas for new requests, in addition to those that run both phases.

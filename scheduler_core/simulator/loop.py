@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from typing import Any
 
 from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
@@ -221,6 +222,8 @@ class Simulation:
         #: What the router has scraped, and when.
         self._scraped: dict[str, ReplicaSnapshot] = {}
         self._scraped_s = -math.inf
+        #: Snapshots for a router that only reads numbers of requests, with these.
+        self._counted: dict[str, tuple[tuple[Any, ...], ReplicaSnapshot]] = {}
         self._next_tick_s = math.inf
         #: Numbers of requests in the system and waiting, their time, and whether they may have changed.
         self._counts = (0, 0)
@@ -481,6 +484,8 @@ class Simulation:
     def _seen(self, dispatcher: Dispatcher, now: float) -> dict[str, ReplicaSnapshot]:
         """The replicas as the router sees them: as they are, or as it has scraped them."""
         router = dispatcher.router
+        if not (router.scrapes or router.sees_tokens or router.needs_requests):
+            return self._with_counts(dispatcher)
         if not (router.scrapes and self._snapshot_interval_s):
             snapshots = self._snapshots(dispatcher, keep_requests=router.needs_requests)
             return {snapshot.replica_id: snapshot for snapshot in snapshots}
@@ -491,17 +496,35 @@ class Simulation:
                 self._scraped.setdefault(snapshot.replica_id, snapshot)
         return self._scraped
 
-    def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
-        snapshots = []
+    def _with_counts(self, dispatcher: Dispatcher) -> dict[str, ReplicaSnapshot]:
+        """Snapshots with the current numbers of requests; new ones of replicas where these have changed."""
+        snapshots = {}
         for name, status in dispatcher.replicas.items():
-            replica, role = self._replicas[name], self._roles[name]
+            replica = self._replicas[name]
             scheduler = replica.scheduler
-            snapshot = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
-            for request in replica.held.values():
-                view = waiting_view(request, request.tier, None, scheduler.config.kv_block_tokens)
-                snapshot = snapshot.with_waiting(view)
-            snapshots.append(snapshot)
-        return tuple(snapshots)
+            counts = (status, scheduler.num_running, scheduler.num_waiting, len(replica.held))
+            known = self._counted.get(name)
+            if known is None or known[0] != counts:
+                known = self._counted[name] = counts, self._snapshot(name, status, keep_requests=False)
+            snapshots[name] = known[1]
+        return snapshots
+
+    def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
+        return tuple(
+            [
+                self._snapshot(name, status, keep_requests=keep_requests)
+                for name, status in dispatcher.replicas.items()
+            ]
+        )
+
+    def _snapshot(self, name: str, status: ReplicaStatus, *, keep_requests: bool) -> ReplicaSnapshot:
+        replica, role = self._replicas[name], self._roles[name]
+        scheduler = replica.scheduler
+        snapshot = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
+        for request in replica.held.values():
+            view = waiting_view(request, request.tier, None, scheduler.config.kv_block_tokens)
+            snapshot = snapshot.with_waiting(view)
+        return snapshot
 
     def _begin(self, replica: SimulatedReplica, now: float, until_s: float) -> Step | None:
         """Starts the next step of a replica, if it has work."""

@@ -19,6 +19,7 @@ from scheduler_core.routing.migration import KVLink
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
+from scheduler_core.simulator.failures import FailurePlan
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.run import run_simulation
@@ -102,6 +103,22 @@ def test_every_router_serves_a_whole_trace_the_same_way_twice(name: str) -> None
     assert first == second
     # INFaaS keeps to the replicas that it has used as long as they are fast enough.
     assert len(set(replica_of(first).values())) == (2 if name == "infaas" else 3)
+
+
+COUNTING = [
+    name for name, kind in ROUTERS.items() if not (kind.sees_tokens or kind.scrapes or kind.needs_requests)
+]
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_router_of_counts_chooses_the_same_without_new_snapshots(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = random_trace(120, seed=6, rate_rps=25.0)
+    fails = FailurePlan(failures=((2.0, "n1", 1.0),), restart_s=1.0)
+    reused = simulate(trace, router(name), 3, failures=fails)
+    monkeypatch.setattr(ROUTERS[name], "needs_requests", True)  # always new ones
+    assert simulate(trace, router(name), 3, failures=fails) == reused
 
 
 class AllOnOne(Router):
