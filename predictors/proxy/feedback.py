@@ -77,7 +77,7 @@ class Exchange:
     forecasting: asyncio.Task[Forecast] | None = None
     prompt_tokens: int | None = None  # if the predictor counted them
     turn: Turn | None = None  # if sessions are followed
-    engine: Engine | None = None  # while it is there
+    engine: Engine | None = None  # the chosen one
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
     span: Any = None  # if requests are traced
@@ -282,6 +282,7 @@ class Recorder:
             tenant=request.tenant,
             tier=request.tier,
             endpoint=parsed.endpoint,
+            replica=exchange.engine.url if exchange.engine is not None and self._config.replicas else None,
             served_model=body.model or None,
             max_tokens=body.max_tokens,
             temperature=body.temperature,

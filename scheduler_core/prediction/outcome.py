@@ -31,7 +31,16 @@ _COUNTED_BY = ("usage", "tokenizer", "deltas")
 _CENSORED = TRUNCATED | {"abort", "cancelled"}
 _INTEGERS = {"output_tokens": 0, "max_tokens": 1, "prompt_tokens": 0, "num_events": 0, "tier": 0}
 _NUMBERS = {"time": _MAX_S, "waited_s": _MAX_S, "ttft_s": _MAX_S, "total_s": _MAX_S, "temperature": FINITE, "top_p": FINITE}  # fmt: skip
-_TEXTS = ("finish_reason", "request_id", "tenant", "endpoint", "served_model", "prompt", "prompt_sha256")
+_TEXTS = (
+    "finish_reason",
+    "request_id",
+    "tenant",
+    "endpoint",
+    "served_model",
+    "replica",
+    "prompt",
+    "prompt_sha256",
+)
 _FLAGS = ("finished", "forced_length")
 
 
@@ -51,6 +60,7 @@ class Outcome:
         shadow: That of a second predictor, for comparison.
         time: Arrival, Unix time in seconds.
         waited_s, ttft_s, total_s: Seconds from arrival to the engine, the first token and the end.
+        replica: URL of the engine, if there are several.
         tier: Declared urgency, 0 = most urgent.
         prompt_sha256: Key of the prompt, also if its text is not stored.
     """
@@ -72,6 +82,7 @@ class Outcome:
     tenant: str | None = None
     tier: int | None = None
     endpoint: str | None = None
+    replica: str | None = None
     time: float | None = None
     waited_s: float | None = None
     ttft_s: float | None = None

@@ -290,6 +290,27 @@ def test_the_log_of_the_proxy_without_times_of_tokens(tmp_path: Path) -> None:
     assert np.median(typical_errors(fit.step_time, run_at(10.0, seed=3))) < 0.05
 
 
+def test_the_log_of_a_proxy_with_several_replicas(tmp_path: Path) -> None:
+    """Each replica is fitted by itself; together they would seem to be one engine with twice the requests."""
+    rows = [
+        row | {"replica": f"http://{name}"}
+        for seed, name in enumerate(("a", "b"))
+        for rate in (2.0, 6.0, 12.0)
+        for row in shifted(feedback_rows(measured(TRUE, rate, seed=seed)), 1000 * rate)
+    ]
+    path = tmp_path / "feedback-1.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in sorted(rows, key=lambda row: row["time"])) + '\n{"t')
+    sources = read_sources([str(tmp_path)], LIMITS)
+    names = ["feedback log of http://a", "feedback log of http://b", "feedback log"]
+    assert [source.name for source in sources] == names
+    assert sources[2].left_out == {"request: not valid JSON": 1}
+    truth = run_at(10.0, seed=3)
+    errors = np.median(typical_errors(fitted(path).step_time, truth))
+    path.write_text("\n".join(json.dumps(row | {"replica": None}) for row in rows))
+    as_one = np.median(typical_errors(fitted(path).step_time, truth))
+    assert errors < 0.05 < as_one
+
+
 def shifted(rows: list[dict[str, Any]], by_s: float) -> list[dict[str, Any]]:
     return [row | {"time": row["time"] + by_s} for row in rows]
 

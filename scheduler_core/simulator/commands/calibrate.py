@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -172,9 +173,10 @@ def calibrate(
     loads = [load_error(source, step_time, limits) | {"held_out": True} for source in held_out]
     for source in sources:
         if source.probes and source.measurements:
-            others = [other for other in sources if other is not source]
-            own = fit_to(config, others) if _steps_of(others) else step_time
-            loads.append(load_error(source, own, limits) | {"held_out": bool(_steps_of(others))})
+            own, is_held_out = step_time, False
+            with suppress(InputError):  # the others have too few steps
+                own, is_held_out = fit_to(config, [other for other in sources if other is not source]), True
+            loads.append(load_error(source, own, limits) | {"held_out": is_held_out})
     kv_tokens = max((source.kv_tokens or 0 for source in sources), default=0) or None
     result = {
         "config": asdict(config),

@@ -72,14 +72,14 @@ class MeasurementSource:
 
 
 def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[MeasurementSource]:
-    """The measurements in files and folders of segments of the proxy's log. Scrapes of /metrics in several files are one
+    """The measurements in files and folders of segments of the proxy's log, a source for each replica that it names. Scrapes of /metrics in several files are one
     series, in the order of the files. `InputError`, naming the file, its line and the value, for what is malformed.
 
     `limits` are those of the measured engine.
     """
     sources: list[MeasurementSource] = []
     scrapes: defaultdict[tuple[str, ...], list[dict[str, float]]] = defaultdict(list)
-    logs: list[Probe] = []
+    logs: defaultdict[str, list[Probe]] = defaultdict(list)
     for path in _files(paths):
         text = path.read_bytes().decode("utf-8", "replace")
         rows, problem = _json_rows(text, path)
@@ -105,15 +105,16 @@ def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[Measurem
                 name = str(path) if len(rows) == 1 else f"{path}, line {number}"
                 sources.append(_requests(name, bench_probes(_object(row, name), name), limits))
         elif is_feedback:
-            logs += [_logged(row, path, number) for number, row in rows]
+            for number, row in rows:
+                logs[_replica(row)].append(_logged(row, path, number))
         elif isinstance(first, list) or (isinstance(first, dict) and "num_decodes" in first):
             sources.append(
                 MeasurementSource(str(path), [_step(row, f"{path}, line {number}") for number, row in rows])
             )
         else:
             raise InputError("measurements", str(path), FORMATS)
-    if logs:
-        sources.append(_requests("feedback log", logs, limits))
+    for replica, probes in logs.items():
+        sources.append(_requests(f"feedback log{replica and f' of {replica}'}", probes, limits))
     if scrapes:
         sources.append(metrics_source(scrapes, limits))
     return sources
@@ -168,6 +169,12 @@ def _json_rows(text: str, path: Path) -> tuple[list[tuple[int, Any]], InputError
             problem = problem or InputError(f"measurements: {path}, line {number}", line[:60], allowed)
             rows.append((number, None))
     return rows, problem
+
+
+def _replica(row: Any) -> str:
+    """The replica in a line of the proxy's log; empty if it has none."""
+    replica = row.get("replica") if isinstance(row, dict) else None
+    return replica if isinstance(replica, str) else ""
 
 
 def _logged(row: Any, path: Path, number: int) -> Probe:

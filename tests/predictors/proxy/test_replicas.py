@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from predictors.proxy.config import ProxyConfig
 from scheduler_core.errors import InputError
+from scheduler_core.prediction.outcome import read_log
 from tests.fake_openai import FakeEngine
 from tests.predictors.proxy.fake_engine import RunningProxy, gated, running_engine, running_proxy
 from tests.predictors.proxy.test_sessions import OPTIONS, CachingEngine, chat, send
@@ -55,6 +58,15 @@ async def test_sessions_share_the_engines_and_stay() -> None:
         assert await proxy.metric(f'tailcast_proxy_engine_up{{engine="{other.url}"}}') == 1
         sessions: Any = proxy.server.live_page.order().sessions  # type: ignore[union-attr]
         assert (sessions.num_known, sessions.num_active, sessions.kv_tokens) == (4, 4, 8000)
+
+
+async def test_the_log_has_the_engine_of_each_request(tmp_path: Path) -> None:
+    async with two(CachingEngine(), CachingEngine(), feedback=str(tmp_path)) as (one, other, proxy):
+        for name in "abcd":
+            assert (await send(proxy, name, name * 200))[0] == 200
+        urls = {one.url: len(texts(one)), other.url: len(texts(other))}
+    assert Counter(outcome.replica for _, outcome in read_log(tmp_path, Counter())) == urls
+    assert set(urls.values()) == {2}
 
 
 @pytest.mark.mend
