@@ -434,6 +434,23 @@ async def test_health_check_tells_a_server_that_serves_from_none(artifact_folder
     assert not await asyncio.to_thread(is_serving, address, 1.0)
 
 
+async def test_health_check_reaches_a_server_with_tls(artifact_folder: Path, tmp_path: Path) -> None:
+    import asyncio
+
+    import trustme
+
+    from deploy.check_health import is_serving
+
+    certificate = trustme.CA().issue_cert("predictor.example")
+    certificate.private_key_pem.write_to_path(str(tmp_path / "key"))
+    for pem in certificate.cert_chain_pems:
+        pem.write_to_path(str(tmp_path / "certificate"), append=True)
+    files = {"tls_cert": str(tmp_path / "certificate"), "tls_key": str(tmp_path / "key")}
+    async with running_server(open_runtime(artifact_folder), **files) as (_, address):
+        assert await asyncio.to_thread(is_serving, address)
+    assert not await asyncio.to_thread(is_serving, address, 1.0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("ray", "starlette", "uvicorn")),
