@@ -16,12 +16,13 @@ from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.planning.config import PlanConfig
+from scheduler_core.simulator.planning.plan import memory_pressure
 from scheduler_core.simulator.step_time.accuracy import REGIONS, error_band, region_of
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepWork
 from scheduler_core.simulator.step_time.model_size import MODELS, model_size, read_config
 from scheduler_core.simulator.step_time.roofline import GPUS, RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from tests.scheduler_core.helpers import random_trace, simulate
+from tests.scheduler_core.helpers import random_trace, simulate, trace_row
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -253,6 +254,22 @@ def test_a_request_waits_for_the_step_under_way_and_the_one_planned(exact: bool)
     assert second.first_token_s == pytest.approx(8.25)
     assert second.ttft_s == pytest.approx(2.75)
     assert outcome.metrics["littles_law_error"] < 1e-9, "requests in the front end are in the system"
+
+
+@pytest.mark.mend  # The region ignored the KV memory: a load of a tenth of the batches was light, though requests wait for blocks.
+def test_a_full_memory_is_near_saturation() -> None:
+    trace = Trace(tuple([trace_row(f"r{number}", number / 2, 512, 500, 500) for number in range(300)]))
+    regions = []
+    for num_blocks in (DEFAULT_KV_BLOCKS, 800, 400):
+        limits = SchedulerConfig(num_kv_blocks=num_blocks)
+        metrics = simulate(trace, scheduler=limits).metrics
+        kv_usage, preempted = memory_pressure(metrics)
+        regions.append(region_of(0.1, kv_usage, preempted))
+        assert region_of(0.9, kv_usage, preempted) == "near_saturation"
+        assert region_of(1.5, kv_usage, preempted) == "overload"
+    assert metrics["mean_requests_waiting"] > 1
+    assert regions == ["light", "near_saturation", "near_saturation"]
+    assert region_of(0.1, 0.3, 0.02) == "near_saturation"
 
 
 def test_the_error_bands_are_there_for_every_region() -> None:

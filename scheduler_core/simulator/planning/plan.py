@@ -77,6 +77,7 @@ def make_plan(
     scenarios = what_if(planner, best)
     metrics = best.curve[1.0]["metrics"]
     load = 1.0 / (best.num_replicas * best.saturation)
+    kv_usage, preempted = memory_pressure(metrics)
     purchase = {
         **_described(planner, best),
         "num_replicas_low": low,
@@ -86,7 +87,10 @@ def make_plan(
         "metrics": headline(metrics),
         "margin": load_margin,
         "load": load,
-        "error_band": asdict(error_band(region_of(load))) if config.step_time_parameters is None else None,
+        "kv_usage": kv_usage,
+        "error_band": asdict(error_band(region_of(load, kv_usage, preempted)))
+        if config.step_time_parameters is None
+        else None,
     }
     span_s = log.requests[-1].arrival_s - log.requests[0].arrival_s
     content = {
@@ -119,6 +123,13 @@ def make_plan(
         "excluded": planner.excluded,
     }
     return content | {"text": plan_text(content, planner.targets)}
+
+
+def memory_pressure(metrics: Mapping[str, Any]) -> tuple[float, float]:
+    """Mean fraction of the KV memory that running requests of a run use, and preemptions per request."""
+    usage = metrics["kv_usage"]
+    num = metrics["num_finished"] + metrics["num_unfinished"]
+    return (0.0 if usage is None else usage["mean"]), metrics["num_preemptions"] / num
 
 
 def _described(planner: Planner, one: Candidate) -> dict[str, Any]:
@@ -336,7 +347,8 @@ def _band_sentence(purchase: Mapping[str, Any]) -> str:
         return "The error of the simulator is that of the calibration."
     region = str(band["region"]).replace("_", " ")
     text = (
-        f"The replicas run at {purchase['load']:.0%} of their saturation ({region}), where the simulator's mean error is "
+        f"The replicas run at {purchase['load']:.0%} of their saturation, with {purchase['kv_usage']:.0%} of their KV memory in use "
+        f"({region}), where the simulator's mean error is "
         f"{band['ttft_p99']:.0%} for P99 of TTFT, {band['e2e_p99']:.0%} for P99 and {band['e2e_mean']:.0%} for the mean of "
         f"end-to-end latency, {band['itl_mean']:.0%} for ITL and {band['max_rate']:.0%} for the highest rate"
     )

@@ -12,6 +12,8 @@ from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_choice
 from scheduler_core.shell.json_text import from_json
 
+#: Preemptions per request above which the KV memory counts as full.
+_MAX_PREEMPTED = 0.01
 #: Regions by the upper end of their load, the request rate over the one at which the engine is always busy with full batches.
 REGIONS = {"light": 0.7, "near_saturation": 1.0, "overload": float("inf")}
 
@@ -38,11 +40,17 @@ class ErrorBand:
     """Of the request rate at which the engine saturates."""
 
 
-def region_of(load: float) -> str:
-    """The region of a load: the request rate of a replica over its `saturation_rate_rps`. `InputError` if it is not > 0."""
+def region_of(load: float, kv_usage: float = 0.0, preempted: float = 0.0) -> str:
+    """The region of a load: the request rate of a replica over its `saturation_rate_rps`. `InputError` if it is not > 0.
+
+    A light load whose requests wait for memory is near saturation, whatever the batches: if running requests use as much of the
+    KV memory, `kv_usage` on average over time, as that region has of the rate; or with `preempted` preemptions per request.
+    """
     if not load > 0:
         raise InputError("load", load, "numbers > 0")
-    return next(region for region, end in REGIONS.items() if load <= end)
+    region = next(region for region, end in REGIONS.items() if load <= end)
+    is_full = kv_usage > REGIONS["light"] or preempted > _MAX_PREEMPTED
+    return "near_saturation" if is_full and region == "light" else region
 
 
 def error_band(region: str) -> ErrorBand:
