@@ -6,6 +6,7 @@ Source: Li et al., "Beyond Prediction: Tail-Aware Scheduling for LLM Inference",
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop
@@ -87,12 +88,13 @@ class OneOrder(BatchFormer):
         later = _Later(pool.policy, ranked, self.swap_token_s, now)
         decodes, may_admit, kv = batch.own_decodes(), True, pool.kv
         head = self._head(pool, batch, now)
-        index, num, num_slots = 0, len(ranked), pool.max_num_seqs - len(batch.prefills) - len(decodes)
+        #: Number of running requests before the waiting one.
+        num_first = _num_before(ranked, head)
+        index, num_slots = 0, pool.max_num_seqs - len(batch.prefills) - len(decodes)
         while batch.budget > 0 and num_slots > 0:
-            item = ranked[index] if index < num else None
-            if item is not None and (head is None or item < head):
+            if index < num_first:
+                state = ranked[index][-1]
                 index += 1
-                state = item[-1]
                 if state.status is not Status.RUNNING:
                     continue
                 if state.num_computed_tokens >= state.prefill_target_tokens:  # inlined for speed
@@ -107,6 +109,7 @@ class OneOrder(BatchFormer):
                 has_memory = self._grow(pool, batch, state, later, now)
                 if may_admit and len(batch.preempted) > num_evicted:
                     head = self._head(pool, batch, now)
+                    num_first = _num_before(ranked, head)
                 if has_memory:
                     batch.add(state)
                     num_slots -= 1
@@ -118,6 +121,7 @@ class OneOrder(BatchFormer):
                     batch.add(state)
                     num_slots -= 1
                 head = self._head(pool, batch, now) if may_admit else None
+                num_first = _num_before(ranked, head)
             else:
                 return
 
@@ -221,6 +225,10 @@ class OneOrder(BatchFormer):
             return limit > -math.inf, level, limit > LAST_RESORT, cost, state.request.arrival_s, state.order
 
         return max(pool.running.values(), key=order)
+
+
+def _num_before(ranked: list[Ranked], head: Ranked | None) -> int:
+    return len(ranked) if head is None else bisect_left(ranked, head)
 
 
 def _first_tokens(pool: Pool, state: RequestState, budget: int) -> int:
