@@ -443,6 +443,12 @@ class Simulation:
         if replica.step is not None and replica.step.end_s <= now:
             self._complete(replica, replica.step)
 
+    def _leave(self, replica: SimulatedReplica, session: str, now: float) -> None:
+        """Ends a session at a replica that it has left, after the step under way: what its combined steps evict must not depend
+        on it."""
+        self._reach(replica, now)
+        replica.between_steps(lambda at: replica.scheduler.end_session(session, at), now)
+
     def _end_request(self, row: TraceRequest, now: float) -> None:
         self._source.end_request(row, now)
         if self._progress is not None:
@@ -458,8 +464,7 @@ class Simulation:
                 former = self._replica_of_session.get(request.session, replica_id)
                 self._replica_of_session[request.session] = replica_id
                 if former != replica_id:
-                    self._reach(self._replicas[former], now)
-                    self._replicas[former].scheduler.end_session(request.session, now)
+                    self._leave(self._replicas[former], request.session, now)
             self._reach(replica, now)
             replica.add(request, now)
             if request.request_id in self._delivered:

@@ -120,7 +120,7 @@ class SimulatedReplica:
         self._chunk_ends: list[float] = []
         #: Without lockstep: remaining tokens of each decode of the plan.
         self._remaining: list[int] = []
-        self._deferred: list[Callable[[float], None]] = []
+        self._deferred: list[Callable[[float], object]] = []
         self._plans_ahead = delays_of(step_time).plans_ahead
         #: Requests that arrived during the current step, when the next one was already planned, and their predictions.
         self.held: dict[str, Request] = {}
@@ -148,7 +148,7 @@ class SimulatedReplica:
         for name, prediction in predictions.items():
             self.scheduler.update(name, prediction, now)
 
-    def between_steps(self, action: Callable[[float], None], now: float) -> None:
+    def between_steps(self, action: Callable[[float], object], now: float) -> None:
         """Calls `action` with the time: at once if idle, else at the end of the current step."""
         if self.step is None:
             action(now)

@@ -17,6 +17,7 @@ from scheduler_core.policies.work_left import TokenTimes, work_left_s
 from scheduler_core.replay import replay
 from scheduler_core.request import RequestState, Segment
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.trace import Trace
 from tests.scheduler_core.helpers import FixedCosts, FixedEngine, prediction, request, simulate, trace_row
@@ -305,6 +306,25 @@ def test_sessions_beyond_the_memory_are_served_in_full_exactly_and_replayed(
     again = replay(log.entries)
     again.validate()
     assert again.counters.num_finished == len(trace)
+
+
+@pytest.mark.mend  # A session moved to another replica before what earlier ones of the combined steps evict was chosen.
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_combined_steps_are_exact_with_sessions_that_move_between_replicas(policy: str) -> None:
+    """Contexts beyond the memory, under every policy; seeds with which working_set differed."""
+    limits = SchedulerConfig(num_kv_blocks=900, max_num_seqs=16)
+    for seed in (1, 3):
+        trace = agents(12, 4, 6000, seed=seed)
+        combined, exact = (
+            simulate(
+                trace, policy, exact_steps=exact, predictor="trace", scheduler=limits,
+                cluster=ClusterConfig(num_replicas=2),
+            ).records
+            for exact in (False, True)
+        )  # fmt: skip
+        assert len({record.replica_id for record in exact}) == 2
+        for ours, single in zip(combined, exact, strict=True):
+            assert replace(ours, max_tbt_s=None) == replace(single, max_tbt_s=None)
 
 
 def measured(case: str, trace: Trace) -> tuple[float, float, float]:
