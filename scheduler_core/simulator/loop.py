@@ -443,6 +443,14 @@ class Simulation:
         if replica.step is not None and replica.step.end_s <= now:
             self._complete(replica, replica.step)
 
+    def _settle(self, replica: SimulatedReplica, now: float) -> None:
+        """Called before a router reads the tokens of a replica: completes its steps that have ended, but for the one under way."""
+        self._reach(replica, now)
+        step = replica.step
+        if step is not None and replica.split():
+            self._complete(replica, step)
+            self._begin(replica, step.end_s, now)
+
     def _leave(self, replica: SimulatedReplica, session: str, now: float) -> None:
         """Ends a session at a replica that it has left, after the step under way: what its combined steps evict must not depend
         on it."""
@@ -491,6 +499,9 @@ class Simulation:
         router = dispatcher.router
         if not (router.scrapes or router.sees_tokens or router.needs_requests):
             return self._with_counts(dispatcher)
+        if router.sees_tokens:
+            for name in dispatcher.replicas:
+                self._settle(self._replicas[name], now)
         if not (router.scrapes and self._snapshot_interval_s):
             snapshots = self._snapshots(dispatcher, keep_requests=router.needs_requests)
             return {snapshot.replica_id: snapshot for snapshot in snapshots}

@@ -253,6 +253,22 @@ class SimulatedReplica:
         step.num_steps = steps
         step.first_end_s = step.end_s  # until `_set_durations`, which a single step does not need
 
+    def split(self) -> bool:
+        """Takes the last of several combined steps away, which is to be begun again at the end of the others; False if there is
+        only one."""
+        step = self.step
+        if step is None or step.num_steps == 1:
+            return False
+        step.num_steps -= 1
+        if self._run is None:
+            self._chunk_ends.pop()
+            step.end_s = self._chunk_ends[-1]
+        else:
+            self._run.num_done -= 1
+            step.end_s = self._run.at(self._run.num_done)
+        step.first_end_s = step.end_s
+        return True
+
     def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float) -> list[float]:
         """End times of this step (`end_s`) and of the next ones, with another chunk of the same prompt each."""
         ends, lockstep = [end_s], self._lockstep
