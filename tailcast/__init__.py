@@ -6,7 +6,7 @@
     length.median, length.quantile(0.9), length.expected_tokens, length.probability_longer_than(100)
 
 Names are imported at their first use. `LogT`, `Scheduler`, `simulate` and `read_trace` need only numpy;
-`predict` and `load` need the extra `predict`, `connect` the extra `client`, `fit` the extra `train`.
+`predict` and `load` need the extra `predict`, `plan` the extra `sim`, `connect` the extra `client`, `fit` the extra `train`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tailcast.fitting import fit
     from tailcast.length_predictor import LengthPredictor, connect, load, predict
     from tailcast.output_length import OutputLength
+    from tailcast.planning import plan
     from tailcast.simulation import simulate
 
 #: Name -> module and attribute.
@@ -33,6 +34,7 @@ _LOCATIONS = {
     "connect": "tailcast.length_predictor:connect",
     "fit": "tailcast.fitting:fit",
     "load": "tailcast.length_predictor:load",
+    "plan": "tailcast.planning:plan",
     "predict": "tailcast.length_predictor:predict",
     "read_trace": "scheduler_core.simulator.trace:load_trace",
     "simulate": "tailcast.simulation:simulate",
@@ -46,6 +48,7 @@ __all__ = [
     "connect",
     "fit",
     "load",
+    "plan",
     "predict",
     "read_trace",
     "simulate",

@@ -13,7 +13,6 @@ from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.policies import policy_class
 from scheduler_core.prediction.api_request import read_request
 from scheduler_core.prediction.predictions import DEFAULT_MAX_TOKENS
-from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.files import existing_file
 from scheduler_core.shell.json_text import from_json
 from scheduler_core.shell.table_files import file_rows
@@ -47,31 +46,18 @@ class RequestLog:
     warnings: list[str] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def report(self, num_refused: int) -> int:
-        """Logs how many rows were left out as the last line, with requests that the recommended engine refuses; returns the exit
-        code, see `report_left_out`."""
-        num = len(self.trace) + self.left_out.total()
-        refused = {"too large for the KV cache": num_refused} if num_refused else {}
-        return report_left_out(self.left_out + Counter(refused), num)
 
-
-def read_requests(log: str, config: PlanConfig, scratch: Path) -> RequestLog:
+def read_requests(log: Trace | str | Path, config: PlanConfig, scratch: Path) -> RequestLog:
     """The requests of a log for the plan of `config`; `scratch` is a folder for temporary files. `InputError` if a row of a trace is invalid,
     or the log has no usable requests, neither lengths nor prompts, or no times of arrival."""
-    path = Path(log)
-    if not path.is_dir():
-        existing_file(path, "log")
-    if path.is_dir() or not _is_trace(path):
-        try:
-            path, left_out = _imported(path, scratch)
-        except InputError as error:
-            requests = _with_drawn_lengths(path, config, error)
-        else:
-            requests = RequestLog(_trace(path, config), left_out=left_out)
+    if isinstance(log, Trace):
+        requests, log = RequestLog(log), log.source
     else:
-        requests = RequestLog(_trace(path, config))
+        requests = _read(Path(log), config, scratch)
+    if not len(requests.trace):
+        raise InputError("log", str(log), "at least one request")
     if requests.trace.requests[0].arrival_s == requests.trace.requests[-1].arrival_s and config.rate is None:
-        raise InputError("log", log, "times of arrival; or a rate, with which they are drawn")
+        raise InputError("log", str(log), "times of arrival; or a rate, with which they are drawn")
     if config.rate is not None:
         rng = np.random.default_rng(config.seed)
         requests.trace = at_drawn_times(requests.trace, config.rate, rng)
@@ -82,10 +68,23 @@ def read_requests(log: str, config: PlanConfig, scratch: Path) -> RequestLog:
         together = sum(unit[0].arrival_s == first_s for unit in units)
         if together > 0.5 * len(units):
             allowed = f"sessions with times of arrival ({together} of {len(units)} start at the same time); or a rate"
-            raise InputError("log", log, allowed)
+            raise InputError("log", str(log), allowed)
     _add_slos(requests, config)
     _predict(requests, config)
     return requests
+
+
+def _read(path: Path, config: PlanConfig, scratch: Path) -> RequestLog:
+    """The requests of a file or folder."""
+    if not path.is_dir():
+        existing_file(path, "log")
+        if _is_trace(path):
+            return RequestLog(_trace(path, config))
+    try:
+        imported, left_out = _imported(path, scratch)
+    except InputError as error:
+        return _with_drawn_lengths(path, config, error)
+    return RequestLog(_trace(imported, config), left_out=left_out)
 
 
 def _is_trace(path: Path) -> bool:

@@ -39,39 +39,27 @@ class PlanCommandConfig(PlanConfig):
 
 
 def _plan(config: PlanCommandConfig) -> int:
-    from scheduler_core.shell.command import CHECK_FAILED
+    from scheduler_core.shell.command import CHECK_FAILED, report_left_out
     from scheduler_core.shell.files import writable_target, write_json
     from scheduler_core.shell.progress import progress_bar
-    from scheduler_core.simulator.planning.page import write_plan_page
-    from scheduler_core.simulator.planning.plan import lines_of, make_plan
-    from scheduler_core.simulator.planning.simulations import Simulations, read_log
-    from scheduler_core.simulator.sweep import CellStore
-    from scheduler_core.simulator.trace import write_trace
-    from tailcast.request_log import read_requests
+    from tailcast.planning import plan_log
 
     for name in ("json", "report"):
         if getattr(config, name) is not None:
             writable_target(getattr(config, name), name)
-    with tempfile.TemporaryDirectory() as scratch:
-        requests = read_requests(config.log, config, Path(scratch))
+    bar = progress_bar(None, "run", enabled=None, desc="planning")
+    with tempfile.TemporaryDirectory() as scratch, bar:
         folder = Path(config.cells or scratch)
-        store = CellStore(folder / "cells")
-        path = folder / f"log-{requests.trace.fingerprint()[:12]}.parquet"
-        write_trace(requests.trace, path)
-        read_log.cache_clear()  # the same log may have other predictions now
-        bar = progress_bar(None, "run", enabled=None, desc="planning")
-        with bar, Simulations(store, config.num_workers, bar.update) as simulations:
-            content = make_plan(config, read_log(str(path)), str(path), simulations, bar.set_description_str)
-    content["log"]["source"] = Path(config.log).name
+        result = plan_log(config.log, config, Path(scratch), folder, bar.update, bar.set_description_str)
     if config.json is not None:
-        write_json(config.json, content)
+        write_json(config.json, result.content)
     if config.report is not None:
-        write_plan_page(content, config.targets, config.report)
-    sys.stdout.write("\n".join(lines_of(content)) + "\n")
-    for warning in (*content["warnings"].values(), *requests.warnings):
+        result.write_page(config.report)
+    sys.stdout.write(f"{result}\n")
+    for warning in result.warnings:
         log.warning(warning)
-    code = requests.report(content["log"]["num_refused"])
-    return CHECK_FAILED if content["unreliable"] else code
+    code = report_left_out(result.left_out, result.num_rows)
+    return CHECK_FAILED if result.unreliable else code
 
 
 main = command("tailcast plan", PlanCommandConfig, _plan, positionals=("log",), extra="sim")
