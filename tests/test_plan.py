@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import tailcast
+from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.run import run_simulation
@@ -97,6 +100,125 @@ def test_the_number_is_that_of_brute_force(
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 3
     assert "<script" not in page
+
+
+def test_the_function_has_the_answer_and_the_errors_of_the_command(
+    engine: str, tmp_path: Path, capsys: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = log_of(tmp_path / "log.parquet", 300, 20.0)
+    text = f"{log} {engine} --target 'ttft_s.p90<0.3' --what_if traffic=1.5 --json {tmp_path}/plan.json"
+    assert typed(text) == 0
+    options: dict[str, Any] = {
+        "step_time_parameters": str(tmp_path / "engine.json"),
+        "num_kv_blocks": BLOCKS,
+        "what_if": ["traffic=1.5"],
+    }
+    result = tailcast.plan(log, ["ttft_s.p90<0.3"], {"small": 2}, **options)
+    content = read(tmp_path / "plan.json")
+    assert json.loads(json.dumps(result.content["answer"])) == content["answer"] == result.answer
+    assert result.num_replicas == content["answer"]["num_replicas"]
+    assert result.price_per_hour == 2 * result.num_replicas
+    assert str(result) + "\n" == capsys.readouterr().out
+    assert not result.unreliable
+    result.write_page(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text().count("<svg") == 3
+    trace = tailcast.read_trace(log)
+    assert tailcast.plan(trace, "ttft_s.p90<0.3", "small=2", **options).answer == result.answer
+    for target, gpus, named in (("ttft_s<1", "small=2", "target"), ("ttft_s.p90<1", {}, "gpus")):
+        with pytest.raises(InputError) as error:
+            tailcast.plan(trace, target, gpus, **options)
+        assert error.value.field == named
+    with pytest.raises(InputError, match="Did you mean max_num_seqs"):
+        tailcast.plan(trace, "ttft_s.p90<1", "small=2", max_num_seq=[8], **options)
+    with pytest.raises(InputError, match="at least one request"):
+        tailcast.plan(Trace(()), "ttft_s.p90<1", "small=2", **options)
+    rows = [trace_row("big", 0.0, 100, 20, 99_999), *trace.requests]
+    caplog.clear()
+    result = tailcast.plan(Trace(tuple(rows)), "ttft_s.p90<0.3", "small=2", **options)
+    assert result.left_out == {"too large for the KV cache": 1}
+    assert caplog.messages[-1] == "left out 1 of 301 rows: 1 x too large for the KV cache"
+
+
+def answer_of(log: Path | Trace, engine: Path, target: str, **options: Any) -> dict[str, Any]:
+    """The answer, with the engine of the fixture."""
+    names: dict[str, Any] = {"step_time_parameters": str(engine), "num_kv_blocks": BLOCKS, "gpus": "small=2"}
+    names |= {"max_num_seqs": [SEQS], "max_num_batched_tokens": [2048], "max_seeds": 4}
+    return tailcast.plan(log, target, **names | options).content
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_more_load_or_stricter_targets_never_cost_less(seed: int, engine: str, tmp_path: Path) -> None:
+    file, log = tmp_path / "engine.json", log_of(tmp_path / "log.parquet", 300, 50.0, seed)
+
+    def price(target: str, trace: Path | Trace = log, **options: Any) -> float:
+        return float(answer_of(trace, file, target, **options)["answer"]["price_per_hour"])
+
+    usual = price("ttft_s.p90<0.3")
+    rows = [replace(row, arrival_s=row.arrival_s / 2) for row in load_trace(log).requests]
+    assert price("ttft_s.p90<0.3", Trace(tuple(rows))) >= usual
+    assert price("ttft_s.p90<0.6") <= usual <= price("ttft_s.p90<0.15")
+    assert price("ttft_s.p90<0.3,e2e_s.p90<1.2") >= usual
+    slos: dict[str, Any] = {"ttlt_slo_s": 3.0}
+    loose = price("goodput>0.9", ttft_slo_s=0.6, **slos)
+    assert loose <= price("goodput>0.9", ttft_slo_s=0.2, **slos)
+    assert price("ttft_s.p90<0.3", gpus="small=1.9") <= usual
+    assert price("ttft_s.p90<0.3", max_num_seqs=[SEQS, 8]) <= usual
+    assert price("ttft_s.p90<0.3", routers=["random", "jsq"]) <= price("ttft_s.p90<0.3", routers=["random"])
+
+
+def test_a_dearer_choice_becomes_the_cheapest_by_its_router(tmp_path: Path) -> None:
+    """A GPU of which one is enough, and one of which three are instead of four, if a router shares the load evenly."""
+    log = log_of(tmp_path / "log.parquet", 400, 9.0, seed=2)
+    options: dict[str, Any] = {"model": "llama-3-8b", "tensor_parallel": [1], "max_seeds": 4}
+    options |= {"max_num_seqs": [4], "max_num_batched_tokens": [2048], "gpus": "h100-80gb=2,l40s-48gb=0.6"}
+    random, both = (
+        tailcast.plan(log, "ttft_s.p90<0.25", routers=routers, **options).answer
+        for routers in (["random"], ["random", "jsq"])
+    )
+    assert (random["gpu"], random["num_replicas"]) == ("h100-80gb", 1)
+    assert (both["gpu"], both["settings"]["router"]) == ("l40s-48gb", "jsq")
+    assert both["price_per_hour"] < random["price_per_hour"]
+
+
+def test_a_replica_that_restarts_and_clients_that_give_up(engine: str, tmp_path: Path) -> None:
+    log, file = log_of(tmp_path / "log.parquet", 800, 100.0), tmp_path / "engine.json"
+    scenarios = ["failed_replicas=1", "failed_replicas=1+restart_s=2", "failed_replicas=1+restart_s=0.05"]
+    content = answer_of(log, file, "ttft_s.p90<0.3", what_if=scenarios, timeout_s=0.045)
+    gone, restarted, shortly = content["what_if"]
+    num = content["answer"]["num_replicas"]
+    assert gone["num_replicas"] == num + 1
+    assert num <= shortly["num_replicas"] <= restarted["num_replicas"] <= gone["num_replicas"]
+    p90 = [one["metrics"]["ttft_s"]["p90"] for one in (content["answer"], shortly, restarted, gone)]
+    assert p90 == sorted(p90)
+    given_up = [one["metrics"]["given_up_fraction"] for one in (content["answer"], restarted, gone)]
+    assert 0 < given_up[0] < given_up[1] < given_up[2] < 1
+    assert f"{given_up[0]:.2%} of the clients give up after 0.045 s without a token." in content["text"]
+    assert any("of the clients give up" in reason for reason in content["unreliable"])
+    patient = answer_of(log, file, "ttft_s.p90<0.3", timeout_s=60)
+    assert patient["answer"]["metrics"]["given_up_fraction"] == 0
+    assert "No client gives up after 60 s" in patient["text"]
+    assert not patient["unreliable"]
+
+
+def test_auto_scaling_costs_what_runs(engine: str, tmp_path: Path) -> None:
+    """A log that is busy in its last third."""
+    rng = np.random.default_rng(5)
+    times = np.sort(np.concatenate([rng.uniform(0, 1200, 300), rng.uniform(800, 1100, 1500)]))
+    rows = [
+        trace_row(f"r{at}", float(time), int(rng.integers(20, 600)), int(rng.integers(5, 60)), 100)
+        for at, time in enumerate(times)
+    ]
+    file, log = tmp_path / "engine.json", Trace(tuple(rows))
+    content = answer_of(log, file, "ttft_s.p90<1", min_replicas=1, startup_s=10.0, max_num_seqs=[1])
+    scaled, purchase = content["autoscaling"], content["answer"]
+    assert scaled["meets"]
+    assert scaled["price_per_hour"] == pytest.approx(2 * scaled["mean_replicas"])
+    assert scaled["price_per_hour"] < purchase["price_per_hour"]
+    assert 1 <= scaled["mean_replicas"] < purchase["num_replicas"] <= scaled["max_replicas"]
+    assert "Auto-scaling from 1 to" in content["text"]
+    few = answer_of(log, file, "ttft_s.p90<1", min_replicas=99)
+    assert few["autoscaling"] is None
+    assert "no more than min_replicas are needed" in few["warnings"]["autoscaling"]
 
 
 @pytest.mark.mend  # A log of 30 s got a capacity without a word about its length.

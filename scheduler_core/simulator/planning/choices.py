@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from scheduler_core.errors import InputError
@@ -50,22 +51,27 @@ class Choice:
             settings["prefill_fraction"] = self.prefill_fraction
         return settings
 
-    def config(self, base: SimulationConfig, num_replicas: int) -> SimulationConfig:
-        """The simulation of so many replicas; `InputError` if the model does not fit, or there are too few replicas."""
+    def config(
+        self, base: SimulationConfig, num_replicas: int, cluster: Mapping[str, Any] = MappingProxyType({})
+    ) -> SimulationConfig:
+        """The simulation of so many replicas, with other options of `ClusterConfig`; `InputError` if the model does not fit, or
+        there are too few replicas."""
         parameters = base.step_time_parameters
         if not isinstance(parameters, str):
             parameters = {**parameters, "gpu": self.gpu, "tensor_parallel": self.devices}
         limits = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching")
         scheduler = replace(base.scheduler, **{name: getattr(self, name) for name in limits})
-        cluster = ClusterConfig()
+        cluster = dict(cluster)
         if num_replicas > 1:
             num_prefill = 0
             if self.prefill_fraction:
                 num_prefill = min(max(round(self.prefill_fraction * num_replicas), 1), num_replicas - 1)
             router = "disaggregated" if num_prefill else self.router
-            cluster = ClusterConfig(
-                num_replicas=num_replicas, router=router, num_prefill_replicas=num_prefill
-            )
+            cluster |= {
+                "num_replicas": num_replicas,
+                "router": router,
+                "num_prefill_replicas": num_prefill,
+            }
         predictor = base.predictor
         if "length" not in policy_class(self.order).inputs:
             predictor = None
@@ -74,7 +80,7 @@ class Choice:
             policy=self.order,
             predictor=predictor,
             scheduler=scheduler,
-            cluster=cluster,
+            cluster=ClusterConfig(**cluster),
             step_time_parameters=parameters,
         )
 

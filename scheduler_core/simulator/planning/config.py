@@ -21,7 +21,7 @@ from scheduler_core.simulator.trace import MAX_TIME_S
 #: Devices of a replica to choose from.
 _DEVICES = (1, 2, 4, 8)
 #: Scenarios of what_if.
-SCENARIOS = ("traffic", "outputs", "failed_replicas")
+SCENARIOS = ("traffic", "outputs", "failed_replicas", "restart_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,17 @@ class PlanConfig:
     ttlt_slo_s: float | None = None
     """Goodput: seconds to the last token."""
     what_if: list[str] | str = ""
-    """Scenarios, separated by commas: traffic=1.5 (times the rate), outputs=2 (times the output lengths), failed_replicas=1.
-    Those joined by + hold together, as in traffic=1.5+failed_replicas=1."""
+    """Scenarios, separated by commas: traffic=1.5 (times the rate), outputs=2 (times the output lengths), failed_replicas=1 (all
+    the time). Those joined by + hold together, as in traffic=1.5+failed_replicas=1. With failed_replicas=1+restart_s=120 the replica
+    fails at the busiest time, loses its requests and caches, and runs again after 120 s."""
+    min_replicas: int | None = None
+    """Also simulate auto-scaling from this number of replicas on (Kubernetes, KEDA), which costs what runs. Unset: a fixed
+    number."""
+    startup_s: float = 120.0
+    """Auto-scaling: seconds until a new replica serves: node, image, weights, compilation."""
+    timeout_s: float | None = None
+    """Seconds without a token, the first one or between two, after which clients give up: how many would is reported. Unset: they
+    wait."""
     rate: float | None = None
     """Requests per second, for logs without times of arrival: sessions start at random."""
     max_replicas: int = 1000
@@ -94,6 +103,8 @@ class PlanConfig:
         check_ranges(self, workers=(1, MAX_PROCESSES), rate=(POSITIVE, 1e9), seed=(0, 2**63 - 1))
         check_ranges(self, memory_utilization=(POSITIVE, 1), num_kv_blocks=(1, 2**40))
         slos = ("ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
+        check_ranges(self, timeout_s=(POSITIVE, MAX_TIME_S), startup_s=(0, MAX_TIME_S))
+        check_ranges(self, min_replicas=(1, self.max_replicas))
         check_ranges(self, **dict.fromkeys(slos, (POSITIVE, MAX_TIME_S)))
         for name in (
             "max_num_seqs",
@@ -164,9 +175,13 @@ class PlanConfig:
                 except ValueError as error:
                     raise InputError("what_if", text, allowed) from error
                 failed = name.strip() == "failed_replicas"
-                low, high = (1, self.max_replicas) if failed else (0.01, 100)
+                low, high = (1.0, float(self.max_replicas)) if failed else (0.01, 100.0)
+                if name.strip() == "restart_s":
+                    high = MAX_TIME_S
                 if not low <= scenario[name.strip()] <= high or (failed and float(value) % 1):
-                    raise InputError("what_if", text, f"{name.strip()} from {low} to {high}")
+                    raise InputError("what_if", text, f"{name.strip()} from {low:g} to {high:g}")
+            if "restart_s" in scenario and "failed_replicas" not in scenario:
+                raise InputError("what_if", text, "restart_s with failed_replicas")
             scenarios[text] = scenario
         return scenarios
 

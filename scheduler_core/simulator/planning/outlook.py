@@ -6,60 +6,76 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler_core.simulator.planning.planner import Candidate, PlanLevels, Planner, headline, only, value_of
-from scheduler_core.simulator.planning.search import Search, highest_level, probe_level
+from scheduler_core.simulator.planning.search import Probe, Search, highest_level, probe_level
 from scheduler_core.simulator.planning.traffic import Traffic
 
 #: Largest load at which the targets are tried, and the precision of the one at which they break.
 MAX_LOAD, _PRECISION = 4.0, 0.03
+#: Smallest load of the curves.
+_LOW_LOAD = 0.5
 
 
-def margin(planner: Planner, one: Candidate) -> float:
-    """Multiple of the load at which the targets break, at least; 1 is the log's."""
+def margin(planner: Planner, one: Candidate) -> list[float]:
+    """Multiples of the log's load at which the targets were met, in order; they break somewhat above the last one."""
+    met = [1.0]
     levels = PlanLevels(
         targets=planner.targets,
         make=lambda load, _: planner.cell(one.choice, one.num_replicas, Traffic(load=load)),
     )
 
-    def search() -> Search[float]:
-        good, bad, step = 1.0, None, 1.15
-        while bad is None and good < MAX_LOAD:
-            if (yield from probe_level(levels, good * step, 1))["meets"]:
-                good, step = good * step, step**1.5
+    def probe(load: float) -> Search[Probe]:
+        probe = yield from probe_level(levels, load, 1)
+        if probe["meets"]:
+            met.append(load)
+        return probe
+
+    def search() -> Search[None]:
+        bad, step = None, 1.15
+        while bad is None and met[-1] < MAX_LOAD:
+            load = met[-1] * step
+            if (yield from probe(load))["meets"]:
+                step **= 1.5
             else:
-                bad = good * step
+                bad = load
         if bad is not None:
-            good, _, _ = yield from highest_level(
-                lambda load: probe_level(levels, load, 1), good, bad, _PRECISION
-            )
-        return good
+            yield from highest_level(probe, met[-1], bad, _PRECISION)
 
-    return planner.run([search()])[0]
+    planner.run([search()])
+    return met
 
 
-def curves(planner: Planner, candidates: Sequence[Candidate], load_margin: float) -> None:
-    """Sets the results at loads up to somewhat above the margin of each candidate with its replicas."""
-    loads = sorted({0.5, 0.75, 1.0, load_margin**0.5, load_margin, 1.12 * load_margin})
-    cells = [
-        planner.cell(one.choice, one.num_replicas, Traffic(load=load), stop=False)
+def curves(planner: Planner, candidates: Sequence[Candidate], met: Sequence[float]) -> None:
+    """Sets the results of each candidate with its replicas at half the load, at that of the log, and at the margin; of the first
+    one at all loads of `met` (see `margin`), and somewhat above the last one."""
+    margin = met[-1]
+    few = {_LOW_LOAD, 1.0, margin}
+    if margin > 1 / _LOW_LOAD:
+        few.add(margin**0.5)
+    pairs = [
+        (one, load)
         for one in candidates
-        for load in loads
+        for load in sorted(few if one is not candidates[0] else {_LOW_LOAD, *met, 1.12 * margin})
     ]
-    results = iter(planner.run([only([cell]) for cell in cells]))
-    for one in candidates:
-        one.curve = {load: next(results)[0] for load in loads}
+    results = planner.run(
+        [only([planner.cell(one.choice, one.num_replicas, _at(load), stop=False)]) for one, load in pairs]
+    )
+    for (one, load), [result] in zip(pairs, results, strict=True):
+        one.curve[load] = result
+
+
+def _at(load: float) -> Traffic:
+    """A load; a lower one has fewer sessions, which takes less time than later ones."""
+    return Traffic(fraction=load) if load < 1 else Traffic(load=load)
 
 
 def sizes(planner: Planner, candidates: Sequence[Candidate]) -> list[list[dict[str, Any]]]:
-    """For each candidate the metrics with more replicas than necessary."""
+    """For each candidate the metrics with a replica more than necessary."""
 
     def search(one: Candidate) -> Search[list[dict[str, Any]]]:
-        numbers = sorted({one.num_replicas + 1, math.ceil(1.5 * one.num_replicas)})
-        results = yield [planner.cell(one.choice, num, Traffic(), stop=False) for num in numbers]
-        return [
-            {"num_replicas": num, "price_per_hour": planner.config.price(one.choice, num)}
-            | headline(result["metrics"])
-            for num, result in zip(numbers, results, strict=True)
-        ]
+        num = one.num_replicas + 1
+        [result] = yield [planner.cell(one.choice, num, Traffic(), stop=False)]
+        price = planner.config.price(one.choice, num)
+        return [{"num_replicas": num, "price_per_hour": price} | headline(result["metrics"])]
 
     return planner.run([search(one) for one in candidates])
 
@@ -93,10 +109,14 @@ def what_if(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
     def search(text: str, scenario: Mapping[str, float]) -> Search[dict[str, Any]]:
         traffic = Traffic(load=scenario.get("traffic", 1.0), outputs=scenario.get("outputs", 1.0))
         failed = int(scenario.get("failed_replicas", 0))
-        left = one.num_replicas - failed
+        left, needs = one.num_replicas - failed, 1
+        cluster: dict[str, Any] = {}
+        if "restart_s" in scenario:
+            cluster["failures"] = planner.failures(failed, scenario["restart_s"], traffic)
+            left, needs, failed = one.num_replicas, failed, 0  # they run again
         metrics, meets = None, False
-        if left >= 1:
-            cell = planner.cell(one.choice, left, traffic, stop=False)
+        if left >= needs:
+            cell = planner.cell(one.choice, left, traffic, stop=False, cluster=cluster)
             [result] = yield [cell]
             metrics = headline(result["metrics"])
             meets = all(target.slack(value_of(result, target)) <= 1 for target in planner.targets)
@@ -104,7 +124,7 @@ def what_if(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
                 meets and PlanLevels(targets=planner.targets, make=lambda *_: cell).problem([result]) is None
             )
         guess = math.ceil(one.num_replicas * traffic.load * traffic.outputs)
-        best, _ = yield from planner.search_replicas(one.choice, guess, traffic)
+        best, _ = yield from planner.search_replicas(one.choice, guess, traffic, cluster)
         needed = None if best is None else int(best["level"]) + failed
         price = None if needed is None else planner.config.price(one.choice, needed)
         return {

@@ -18,7 +18,7 @@ def write_plan_page(content: Mapping[str, Any], targets: Sequence[Target], path:
     purchase, log = content["answer"], content["log"]
     targets = [target for target in targets if target.metric != COST]
     lead = f"{log['num_requests']:,} requests in {duration(log['duration_s'])}, {log['rate_rps']:.3g} per second: {log['source']}"
-    page = Page(f"Plan: {purchase['num_replicas']} x {purchase['hardware']}", lead)
+    page = Page(f"Plan: {purchase['num_replicas']} of {purchase['hardware']}", lead)
     page.paragraph(content["text"])
     for warning in content["warnings"].values():
         page.note(f"Note: {warning}.")
@@ -103,7 +103,7 @@ def _curves(content: Mapping[str, Any], targets: Sequence[Target]) -> str:
         for index, one in enumerate(content["candidates"]):
             x = [point["load"] for point in one["curve"]]
             y = [metric(point, target.metric) for point in one["curve"]]
-            label = f"{one['num_replicas']} x {one['hardware']}"
+            label = f"{one['num_replicas']} of {one['hardware']}"
             axis.plot(x, y, "o-", color=color(index), markersize=3.5, linewidth=1.4, label=label)
         axis.axhline(target.bound, color="black", linewidth=1, linestyle="--")
         axis.axvspan(

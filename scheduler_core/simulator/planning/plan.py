@@ -9,6 +9,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.report.page import format_cell
 from scheduler_core.shell.versions import versions_of
 from scheduler_core.simulator.metrics import metric
+from scheduler_core.simulator.planning.autoscaling import autoscale, autoscaling_problem
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.outlook import (
     MAX_LOAD,
@@ -18,9 +19,9 @@ from scheduler_core.simulator.planning.outlook import (
     sizes,
     what_if,
 )
-from scheduler_core.simulator.planning.planner import Candidate, Planner, headline
+from scheduler_core.simulator.planning.planner import MIN_GAIN, Candidate, Planner, headline
 from scheduler_core.simulator.planning.screening import candidates, screen, tune
-from scheduler_core.simulator.planning.simulations import Simulations
+from scheduler_core.simulator.planning.simulations import GIVEN_UP, Simulations
 from scheduler_core.simulator.planning.targets import Target
 from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
 from scheduler_core.simulator.steady_state import MAX_GROWTH, MIN_TURNOVERS
@@ -31,6 +32,8 @@ SCHEMA = "tailcast.plan/1"
 #: Largest number of replicas over the smallest one, within the uncertainty of the log, above which it does not decide; a
 #: difference of one replica always does.
 _MAX_SPREAD = 1.34
+#: Fraction of clients that give up above which those that send their requests again change the load.
+MAX_GIVEN_UP = 0.01
 #: Bins of the rate over the duration of the log, and the least number of requests and mean latencies in one.
 _BINS, _BIN_REQUESTS, _BIN_LATENCIES = 48, 20, 5
 
@@ -42,7 +45,7 @@ def make_plan(
 
     Returns:
         The content of the result: `answer`, `text` (the paragraph), `unreliable` (why it is not: sentences), `warnings`,
-        `candidates` with their curves of latency over load, `orders`, `what_if`, `profile` (the load over time), `excluded`
+        `candidates` with their curves of latency over load, `orders`, `autoscaling`, `what_if`, `profile` (the load over time), `excluded`
         and `log`.
 
     Raises:
@@ -59,18 +62,22 @@ def make_plan(
     turnovers = planner.reach_steady_state(left)
     finished = planner.finish(left)
     stage("routers")
-    planner.route(finished[0])
+    planner.route(finished)
     finished.sort(key=lambda one: config.price(one.choice, one.num_replicas))
     best = finished[0]
-    cost = _cost(planner, best)
-    if config.max_cost is not None and cost > config.max_cost:
-        allowed = f"more; the cheapest choice that meets the others, {_bought(best)}, costs {cost:.3g}"
+    cost = _cost(planner, config.price(best.choice, best.num_replicas))
+    scaled = autoscale(planner, best)
+    lowest = cost
+    if scaled is not None and scaled["meets"]:
+        lowest = min(cost, _cost(planner, scaled["price_per_hour"]))
+    if config.max_cost is not None and lowest > config.max_cost:
+        allowed = f"more; the cheapest choice that meets the others, {_bought(best)}, costs {lowest:.3g}"
         raise InputError("target", f"cost_per_million_tokens<{config.max_cost:g}", allowed)
     stage("uncertainty")
     low, high, estimates = planner.replicas_interval(best)
     stage("load")
-    load_margin = margin(planner, best)
-    curves(planner, finished, load_margin)
+    met = margin(planner, best)
+    curves(planner, finished, met)
     larger = sizes(planner, finished)
     orders = order_gain(planner, best)
     stage("what if")
@@ -85,7 +92,7 @@ def make_plan(
         "cost_per_million_tokens": cost,
         "estimates": estimates,
         "metrics": headline(metrics),
-        "margin": load_margin,
+        "margin": met[-1],
         "load": load,
         "kv_usage": kv_usage,
         "error_band": asdict(error_band(region_of(load, kv_usage, preempted)))
@@ -112,14 +119,15 @@ def make_plan(
         },
         "answer": purchase,
         "unreliable": _unreliable(planner, purchase, turnovers, span_s, best.curve[1.0]),
-        "warnings": _warnings(planner),
+        "warnings": _warnings(planner, best),
         "candidates": [
             _described(planner, one) | {"curve": _curve(one), "sizes": points}
             for one, points in zip(finished, larger, strict=True)
         ],
         "orders": orders,
+        "autoscaling": scaled,
         "what_if": scenarios,
-        "profile": _profile(planner, best, load_margin, metrics),
+        "profile": _profile(planner, best, met[-1], metrics),
         "excluded": planner.excluded,
     }
     return content | {"text": plan_text(content, planner.targets)}
@@ -151,11 +159,11 @@ def _replicas(num: int) -> str:
     return f"{num} replica{'s' * (num > 1)}"
 
 
-def _cost(planner: Planner, one: Candidate) -> float:
+def _cost(planner: Planner, price_per_hour: float) -> float:
     """Price per million output tokens of the log."""
     tokens = sum(row.output_tokens for row in planner.log.requests) / len(planner.log)
     per_hour = planner.rate_rps * tokens * 3600
-    return planner.config.price(one.choice, one.num_replicas) / per_hour * 1e6
+    return price_per_hour / per_hour * 1e6
 
 
 def _curve(one: Candidate) -> list[dict[str, Any]]:
@@ -214,6 +222,12 @@ def _unreliable(
         reasons.append(
             f"caches are cold at the start of the simulated part, so fewer replicas may be enough; use {advice}"
         )
+    given_up = purchase["metrics"].get(GIVEN_UP, 0.0)
+    if given_up > MAX_GIVEN_UP:
+        reasons.append(
+            f"{given_up:.1%} of the clients give up, and what they send again is not simulated; a target of P99 below timeout_s "
+            "avoids this"
+        )
     if purchase["error_band"] and purchase["error_band"]["region"] == "overload":
         reasons.append(
             "the replicas are overloaded, where no engine was measured; targets of TTFT or of end-to-end latency avoid this"
@@ -221,9 +235,10 @@ def _unreliable(
     return reasons
 
 
-def _warnings(planner: Planner) -> dict[str, str]:
+def _warnings(planner: Planner, best: Candidate) -> dict[str, str]:
     """What may mislead in the recommendation, by kind."""
     warnings: dict[str, str | None] = {"drift": drift(planner.log), "trace": planner.log.problem}
+    warnings["autoscaling"] = autoscaling_problem(planner, best)
     num = len(planner.log)
     if num > planner.config.max_requests:
         warnings["part"] = f"simulated are the busiest {planner.config.max_requests} of {num} requests"
@@ -283,8 +298,14 @@ def plan_text(content: Mapping[str, Any], targets: Sequence[Target]) -> str:
         f"Buy {_replicas(num)} of {purchase['hardware']}{span}: {purchase['num_gpus']} GPU{'s' * (purchase['num_gpus'] > 1)}, "
         f"{purchase['price_per_hour']:.2f} per hour, {purchase['cost_per_million_tokens']:.2f} per million output tokens. {_first_upper(reached)}."
     )
+    if (given_up := purchase["metrics"].get(GIVEN_UP)) is not None:
+        timeout_s = content["config"]["timeout_s"]
+        clients = f"{given_up:.2%} of the clients give up" if given_up else "No client gives up"
+        parts.append(f"{clients} after {timeout_s:g} s without a token.")
     parts.append(f"Set {settings_text(settings, num)}.")
     parts += _order_sentences(content, targets[0])
+    if content["autoscaling"] is not None:
+        parts.append(_autoscaling_sentence(content["autoscaling"], purchase["price_per_hour"]))
     if purchase["margin"] >= MAX_LOAD:
         parts.append(f"The targets hold at {MAX_LOAD:g} times the load.")
     elif purchase["margin"] > 1:
@@ -327,9 +348,12 @@ def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
     changes = max(abs(other / own - 1) if own else 0.0, abs(other_mean / mean - 1))
     if changes < 0.01 and base["num_replicas"] == chosen["num_replicas"]:
         beyond = [one["highest_load"]["metrics"]["ttlt_s"]["mean"] for one in (chosen, base)]
+        text = f"Order {base['order']} changes nothing at this load"
+        load = f"{chosen['highest_load']['load']:.2f} times the load"
+        if abs(beyond[1] / beyond[0] - 1) < 0.01:
+            return [f"{text}, nor at {load}."]
         return [
-            f"Order {base['order']} changes nothing at this load; at {chosen['highest_load']['load']:.2f} times the load its mean "
-            f"end-to-end latency is {beyond[1]:.3g} s instead of {beyond[0]:.3g} s."
+            f"{text}; at {load} its mean end-to-end latency is {beyond[1]:.3g} s instead of {beyond[0]:.3g} s."
         ]
     text = (
         f"With order {base['order']} the same replicas have {metric_name(target.metric)} {metric_text(target.metric, other)} "
@@ -339,6 +363,21 @@ def _order_sentences(content: Mapping[str, Any], target: Target) -> list[str]:
     if needed != chosen["num_replicas"]:
         text += f", and {_replicas(needed) if needed else 'more than max_replicas'} would be necessary"
     return [text + "."]
+
+
+def _autoscaling_sentence(scaled: Mapping[str, Any], price_per_hour: float) -> str:
+    text = (
+        f"Auto-scaling from {scaled['min_replicas']} to {scaled['max_replicas']} replicas, at {scaled['requests_per_replica']:g} "
+        f"requests per replica and with {scaled['startup_s']:g} s to start one,"
+    )
+    if not scaled["meets"]:
+        return f"{text} misses the targets."
+    if scaled["price_per_hour"] > price_per_hour * (1 - MIN_GAIN):
+        return f"{text} saves nothing."
+    return (
+        f"{text} meets the targets with {scaled['mean_replicas']:.3g} on average: {scaled['price_per_hour']:.2f} per hour instead of "
+        f"{price_per_hour:.2f}."
+    )
 
 
 def _band_sentence(purchase: Mapping[str, Any]) -> str:
@@ -370,5 +409,7 @@ def lines_of(content: Mapping[str, Any]) -> list[str]:
             text += ", and so do max_replicas"
         else:
             text += f"; {_replicas(one['num_replicas'])} would do ({one['price_per_hour']:.2f} per hour)"
+        if one["metrics"] and GIVEN_UP in one["metrics"]:
+            text += f"; {one['metrics'][GIVEN_UP]:.2%} of the clients would give up"
         lines.append(f"{one['scenario']}: {text}")
     return lines

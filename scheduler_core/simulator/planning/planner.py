@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_quantile
 from scheduler_core.policies import policy_class
+from scheduler_core.simulator.failures import Failure
 from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.planning.choices import Choice
 from scheduler_core.simulator.planning.config import PlanConfig
@@ -21,7 +23,7 @@ from scheduler_core.simulator.planning.search import (
     probe_level,
     smallest_level,
 )
-from scheduler_core.simulator.planning.simulations import Simulations, TrafficCell
+from scheduler_core.simulator.planning.simulations import GIVEN_UP, Simulations, TrafficCell
 from scheduler_core.simulator.planning.targets import Target
 from scheduler_core.simulator.planning.traffic import Traffic
 from scheduler_core.simulator.steady_state import MAX_ACCUMULATED, MIN_TURNOVERS
@@ -36,6 +38,7 @@ _OVERLOAD_GROWTH = 0.9
 #: Standard deviations of the number of requests in the system that their growth exceeds, over the part of the arrivals of which
 #: `steady_state` measures it.
 _MIN_SIGMAS, _AFTER_WARM_UP = 4.0, 0.75
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 #: Fraction of requests that may be too large for a choice.
 MAX_REFUSED = 0.01
 
@@ -155,18 +158,46 @@ class Planner:
         """The routers to choose from, the first one first."""
         return self.config.routers or [*(["endpoint_picker"] if self.shares_prefixes else []), "jsq"]
 
-    def cell(self, choice: Choice, num_replicas: int, traffic: Traffic, *, stop: bool = True) -> TrafficCell:
-        """So many replicas with all of the log."""
-        traffic = replace(traffic, num_requests=self._size, num_repeats=self.num_repeats)
-        simulation = choice.config(self.base, num_replicas)
+    def cell(
+        self,
+        choice: Choice,
+        num_replicas: int,
+        traffic: Traffic,
+        *,
+        stop: bool = True,
+        cluster: Mapping[str, Any] = _NO_OPTIONS,
+    ) -> TrafficCell:
+        """So many replicas with all of the log; `cluster` are other options of `ClusterConfig`."""
+        simulation = choice.config(self.base, num_replicas, cluster)
         settings = {"replicas": num_replicas, "choice": str(choice)}
-        return TrafficCell(simulation, settings, traffic, self.targets if stop else ())
+        targets = self.targets if stop else ()
+        return TrafficCell(simulation, settings, self._whole(traffic), targets, self.config.timeout_s)
 
-    def levels(self, choice: Choice, traffic: Traffic, max_seeds: int = 1) -> PlanLevels:
+    def _whole(self, traffic: Traffic) -> Traffic:
+        """The traffic of all of the log, or of its busiest part, in a steady state."""
+        return replace(traffic, num_requests=self._size, num_repeats=self.num_repeats)
+
+    def failures(self, num: int, down_s: float, traffic: Traffic) -> tuple[Failure, ...]:
+        """Failures of `num` replicas at the start of the `down_s` seconds with the most arrivals, after which they run again."""
+        rows = self._whole(traffic).apply(self.log).requests
+        times = np.array([row.arrival_s for row in rows]) - rows[0].arrival_s
+        arrivals = np.searchsorted(times, times + down_s, side="right") - np.arange(len(times))
+        at_s = float(times[int(np.argmax(arrivals))])
+        return tuple([Failure(at_s=at_s, replica=number, down_s=down_s) for number in range(num)])
+
+    def levels(
+        self,
+        choice: Choice,
+        traffic: Traffic,
+        max_seeds: int = 1,
+        cluster: Mapping[str, Any] = _NO_OPTIONS,
+    ) -> PlanLevels:
         """Numbers of replicas as levels."""
         return PlanLevels(
             targets=self.targets,
-            make=lambda level, seed: self.cell(choice, int(level), replace(traffic, seed=seed)),
+            make=lambda level, seed: self.cell(
+                choice, int(level), replace(traffic, seed=seed), cluster=cluster
+            ),
             max_seeds=max_seeds,
         )
 
@@ -187,11 +218,11 @@ class Planner:
         return turnovers
 
     def search_replicas(
-        self, choice: Choice, guess: int, traffic: Traffic
+        self, choice: Choice, guess: int, traffic: Traffic, cluster: Mapping[str, Any] = _NO_OPTIONS
     ) -> Search[tuple[Probe | None, list[Probe]]]:
         """The smallest number of replicas that meets the targets with the log itself."""
-        levels = self.levels(choice, traffic)
-        least = 2 if choice.prefill_fraction else 1
+        levels = self.levels(choice, traffic, cluster=cluster)
+        least = max(2 if choice.prefill_fraction else 1, len(cluster.get("failures", ())))
         limit = self.config.max_replicas
         return (
             yield from smallest_level(
@@ -225,37 +256,39 @@ class Planner:
         estimates = one.best["estimates"]
         return max(target.slack(estimates[target.metric]["mean"]) for target in self.targets)
 
-    def route(self, one: Candidate) -> None:
-        """Changes the router, or splits prefill and decode, where fewer replicas are then enough."""
-        if one.num_replicas < 2:
-            return
-        routers = [
-            replace(one.choice, router=router) for router in self.routers() if router != one.choice.router
-        ]
-        splits = [
-            replace(one.choice, prefill_fraction=fraction)
-            for fraction in self.config.prefill_fractions
-            if fraction
-        ]
+    def route(self, finished: Sequence[Candidate]) -> None:
+        """Changes the router of each choice, or splits prefill and decode, where fewer replicas are then enough. The first one is
+        the cheapest; others are only simulated with numbers of replicas that cost less."""
+        lowest = self.config.price(finished[0].choice, finished[0].num_replicas)
 
-        def fewer(choice: Choice) -> Search[tuple[Choice, Probe | None, list[Probe]]]:
-            levels = self.levels(choice, Traffic())
-            best, probes, level = None, [], one.num_replicas
-            while level >= (2 if choice.prefill_fraction else 1):
-                probes.append((yield from probe_level(levels, level, 1)))
-                if not probes[-1]["meets"]:
+        def fewer(choice: Choice, most: int) -> Search[Candidate | None]:
+            levels, best = self.levels(choice, Traffic()), None
+            for level in range(most, 1 if choice.prefill_fraction else 0, -1):
+                probe = yield from probe_level(levels, level, 1)
+                if not probe["meets"]:
                     break
-                best, level = probes[-1], level - 1
-            return choice, best, probes
+                best = Candidate(choice=choice, saturation=0.0, best=probe)
+            return best
 
-        for choice, best, probes in self.run([fewer(choice) for choice in (*routers, *splits)]):
-            if best is None:
+        searches, owners = [], []
+        for one in finished:
+            most = one.num_replicas
+            if one is not finished[0]:
+                most = min(most, math.ceil(lowest / self.config.price(one.choice)) - 1)
+            if one.num_replicas < 2:
                 continue
-            before = one.num_replicas, self.distance(one)
-            now = Candidate(choice=choice, saturation=one.saturation, best=best)
-            if (now.num_replicas, self.distance(now)) < (before[0], before[1] * (1 - MIN_GAIN)):
-                one.choice, one.best = choice, best
-                one.probes = probes
+            routers = [router for router in self.routers() if router != one.choice.router]
+            splits = [fraction for fraction in self.config.prefill_fractions if fraction]
+            choices = [replace(one.choice, router=router) for router in routers]
+            choices += [replace(one.choice, prefill_fraction=fraction) for fraction in splits]
+            searches += [fewer(choice, most) for choice in choices]
+            owners += [one] * len(choices)
+        for one, other in zip(owners, self.run(searches), strict=True):
+            if other is None:
+                continue
+            before, now = ((each.num_replicas, self.distance(each)) for each in (one, other))
+            if now < (before[0], before[1] * (1 - MIN_GAIN)):
+                one.choice, one.best = other.choice, other.best
 
     def replicas_interval(self, one: Candidate) -> tuple[int, int | None, dict[str, Any]]:
         """Smallest and largest number of replicas that the log's uncertainty allows (None: more than can be told), and the
@@ -298,4 +331,4 @@ def value_of(result: Mapping[str, Any], target: Target) -> float:
 def headline(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a run that a plan reports."""
     names = ("ttft_s", "tpot_s", "tbt_s", "ttlt_s", "slo_attainment", "throughput_rps", "prefix_hit_fraction")
-    return {name: metrics[name] for name in names}
+    return {name: metrics[name] for name in (*names, *([GIVEN_UP] if GIVEN_UP in metrics else []))}

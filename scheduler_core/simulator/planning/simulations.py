@@ -13,7 +13,7 @@ from scheduler_core.simulator.metrics import summary
 from scheduler_core.simulator.planning.search import Search
 from scheduler_core.simulator.planning.targets import MissedTargets, Target
 from scheduler_core.simulator.planning.traffic import Traffic
-from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
+from scheduler_core.simulator.records import LATENCIES, RequestRecord, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.sweep import Cell, CellStore, interrupts_blocked, simulate_cell
 from scheduler_core.simulator.trace import Trace, load_trace
@@ -22,24 +22,33 @@ T = TypeVar("T")
 
 #: Part of the arrivals that is not measured if sessions are under way at the start, whose caches are cold.
 _WARM_UP = 0.2
+#: Metric: fraction of requests whose clients would have given up, with `timeout_s`.
+GIVEN_UP = "given_up_fraction"
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficCell(Cell):
     """The simulation of a changed log. It stops when one of the targets is certainly missed; `metrics` are then those of the
-    requests so far, and `metrics.missed` is that target. Latencies are those of arrivals after `measured_from_s`."""
+    requests so far, and `metrics.missed` is that target. Latencies are those of arrivals after `measured_from_s`.
+
+    Clients give up after `timeout_s` without a token, see `gives_up`; their requests are served to the end nevertheless.
+    """
 
     traffic: Traffic
     targets: tuple[Target, ...] = ()
+    timeout_s: float | None = None
 
     def inputs(self) -> dict[str, Any]:
         targets = [str(target) for target in self.targets]
-        return {**Cell.inputs(self), "traffic": asdict(self.traffic), "targets": targets}
+        inputs = {**Cell.inputs(self), "traffic": asdict(self.traffic), "targets": targets}
+        return inputs | ({} if self.timeout_s is None else {"timeout_s": self.timeout_s})
 
     def simulate(self) -> SimulationResult:
         assert self.config.trace is not None
         trace = self.traffic.apply(read_log(self.config.trace))
         from_s = measured_from_s(trace)
+        if (cluster := self.config.cluster).min_replicas is not None:  # the first replicas start
+            from_s = max(from_s, trace.requests[0].arrival_s + 2 * cluster.startup_s)
         missed = MissedTargets(self.targets, len(trace), from_s)
         result = run_simulation(self.config, trace=trace, is_decided=missed if self.targets else None)
         records = [record for record in result.records if record.arrival_s >= from_s]
@@ -48,6 +57,9 @@ class TrafficCell(Cell):
             result.metrics.update({name: summary(columns[name]) for name in LATENCIES})
             if (with_target := has_slo(columns)).any():
                 result.metrics["slo_attainment"] = float(meets_slo(columns)[with_target].mean())
+        if self.timeout_s is not None:
+            num = sum(gives_up(record, self.timeout_s) for record in records)
+            result.metrics[GIVEN_UP] = num / max(1, len(records))
         if missed.missed is not None:
             result.metrics["missed"] = str(missed.missed)
         return result
@@ -64,6 +76,11 @@ def measured_from_s(trace: Trace) -> float:
         return -math.inf
     start_s, end_s = trace.requests[0].arrival_s, trace.requests[-1].arrival_s
     return start_s + _WARM_UP * (end_s - start_s)
+
+
+def gives_up(record: RequestRecord, timeout_s: float) -> bool:
+    """Whether a client would have waited longer than `timeout_s` for the first token of a request, or between two."""
+    return max(record.ttft_s, record.max_tbt_s or 0.0) > timeout_s
 
 
 @lru_cache(maxsize=2)
