@@ -203,7 +203,7 @@ def test_a_replica_that_restarts_and_clients_that_give_up(engine: str, tmp_path:
 def test_auto_scaling_costs_what_runs(engine: str, tmp_path: Path) -> None:
     """A log that is busy in its last third."""
     rng = np.random.default_rng(5)
-    times = np.sort(np.concatenate([rng.uniform(0, 1200, 300), rng.uniform(800, 1100, 1500)]))
+    times = np.sort(np.concatenate([rng.uniform(0, 600, 150), rng.uniform(400, 550, 750)]))
     rows = [
         trace_row(f"r{at}", float(time), int(rng.integers(20, 600)), int(rng.integers(5, 60)), 100)
         for at, time in enumerate(times)
@@ -216,7 +216,7 @@ def test_auto_scaling_costs_what_runs(engine: str, tmp_path: Path) -> None:
     assert scaled["price_per_hour"] < purchase["price_per_hour"]
     assert 1 <= scaled["mean_replicas"] < purchase["num_replicas"] <= scaled["max_replicas"]
     assert "Auto-scaling from 1 to" in content["text"]
-    few = answer_of(log, file, "ttft_s.p90<1", min_replicas=99)
+    few = answer_of(log_of(tmp_path / "log.parquet", 200, 9.0), file, "ttft_s.p90<1", min_replicas=99)
     assert few["autoscaling"] is None
     assert "no more than min_replicas are needed" in few["warnings"]["autoscaling"]
 
