@@ -115,14 +115,16 @@ def main() -> None:
     if len(models) > 1:
         fit = Fit(fitted_to)
         others = {model: fit.constants(without=model) for model in models}
-        constants = fit.constants() if options.fit else constants
+        if options.fit:
+            # As roofline.json has them, so that the errors are those of the package.
+            constants = {name: float(f"{value:.3g}") for name, value in fit.constants().items()}
     elif options.fit or options.write:
         raise InputError(
             "--fit, --write", options.runs.name, f"runs of workload {FITTED_TO} and two models or more"
         )
     parts = ["## Constants", constants_table(constants, others)]
     if options.write:
-        write_json("roofline.json", {name: float(f"{value:.3g}") for name, value in constants.items()})
+        write_json("roofline.json", constants)
     latencies = {
         index: simulate(run, run.step_time(**constants), traces[index]) for index, run in enumerate(runs)
     }
