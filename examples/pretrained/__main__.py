@@ -25,10 +25,13 @@ from examples.pretrained.distillation import (
     write_teacher_rows,
 )
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
+from examples.pretrained.minilm import write_checkpoint
 from examples.pretrained.minilm import write_encoder as write_minilm
 from examples.pretrained.prepare import Prepared, part_of, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
+from predictors.artifact import open_artifact
+from predictors.modules.checkpoint import TRAINING
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
 from scheduler_core.shell.command import command
@@ -44,8 +47,8 @@ TAUGHT_CHARACTERS = 300
 #: Weights of the teachers' predictions in the loss, for CASTILLO's prompts, synthetic ones and those of other sources, and of
 #: the lengths of prompts that ask for an amount; true lengths of CASTILLO have weight 1.
 TEACHER_WEIGHTS = {"castillo": 0.5, "synthetic": 0.5, "others": 0.2, "amounts": 0.6}
-#: Share of the prompts, and learning rates, of a training that continues an earlier one.
-CONTINUED_SHARE, CONTINUED_RATES = 0.4, ("--stage1.learning_rate=5e-5", "--stage1.heads_learning_rate=3e-4")
+#: Learning rates of a training that continues an earlier one.
+CONTINUED_RATES = ("--stage1.learning_rate=5e-5", "--stage1.heads_learning_rate=3e-4")
 #: Seed of the synthetic prompts and of the random served models.
 SEED = 0
 
@@ -67,7 +70,9 @@ class PretrainedConfig:
     initial: str | None = "pretrained"
     """int8 artifact of a previous version of tailcast-minilm (a folder, or pretrained); training of minilm starts from its encoder, and it is the second teacher. null: training starts from all-MiniLM-L6-v2, which needs more epochs."""
     continued: str | None = None
-    """Checkpoint folder of an earlier run. Training then continues from it, at lower rates, on 40 % of the prompts and on all those with options of reasoning or formats, in a third of the time."""
+    """Checkpoint folder of an earlier run, or its int8 artifact (a folder, or pretrained). Training then continues from it, at lower rates, on a `share` of the prompts and on all those with options of reasoning or formats or that ask for an amount; the teacher predicts only for the last."""
+    share: float = 0.4
+    """Share of the prompts of a continued training."""
     train_options: tuple[str, ...] = ()
     """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
@@ -86,11 +91,14 @@ def pretrained(config: PretrainedConfig) -> None:
     training, previous = dict(files.training), None
     if config.predictor == "minilm":
         previous = None if config.initial is None else open_runtime(config.initial, provider="cpu")
-        if config.teacher is not None:
+        if config.teacher is not None and config.continued is None:
             training |= steps.teach(Path(config.teacher), previous)
     if config.continued is not None:
-        training = part_of(training, CONTINUED_SHARE)
-        options += ["--init", config.continued, *CONTINUED_RATES]
+        initial = steps.checkpoint_of(config.continued)
+        training = part_of(training, config.share)
+        if config.predictor == "minilm" and config.teacher is not None:
+            training |= steps.amounts(Path(config.teacher), typical_temperatures(files))
+        options += ["--init", initial, *CONTINUED_RATES]
     options += ["--encoder", steps.encoder(config.predictor, previous), *config.train_options]
     steps.train(options, training)
     steps.calibrate()
@@ -150,18 +158,26 @@ class _Steps:
             if not file.is_file():
                 write_teacher_rows(file, checkpoint, previous, prompts, temperatures, SEED)
             self.shell.finished("t", "teacher", "", since, str(file))
-        file = self.amounts(checkpoint, temperatures)
-        return files | {file: TEACHER_WEIGHTS["amounts"]}
+        return files | self.amounts(checkpoint, temperatures)
 
-    def amounts(self, checkpoint: Path, temperatures: Mapping[str, float]) -> Path:
-        """Creates the file of composed prompts that ask for an amount if necessary, and returns it."""
+    def amounts(self, checkpoint: Path, temperatures: Mapping[str, float]) -> dict[Path, float]:
+        """Creates the file of composed prompts that ask for an amount if necessary, and returns it with its weight."""
         since, version = time.monotonic(), sha256_file(checkpoint / "model.safetensors")[:8]
         prompts = composed_prompts(real_requests(self.files), NUM_PROMPTS, np.random.default_rng(SEED))
         file = self.out / "data" / f"amounts-{version}-{version_of(prompts, temperatures)}.parquet"
         if not file.is_file():
             amount_rows(file, checkpoint, prompts, temperatures, SEED)
         self.shell.finished("t", "amounts", "", since, str(file))
-        return file
+        return {file: TEACHER_WEIGHTS["amounts"]}
+
+    def checkpoint_of(self, continued: str) -> Path:
+        """The checkpoint folder to continue; created if necessary, if `continued` is an artifact."""
+        if (Path(continued) / TRAINING).is_file():
+            return Path(continued)
+        folder = self.out / "initial"
+        if not folder.is_dir():
+            write_checkpoint(folder, open_artifact(continued))
+        return folder
 
     def train(self, options: Sequence[str | Path], training: Mapping[Path, float]) -> None:
         self._once("a", "checkpoint", [

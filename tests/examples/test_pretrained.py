@@ -312,7 +312,13 @@ def test_the_recipe_runs_from_the_data_to_a_calibrated_checkpoint(
     assert model.config.form.part_tokens.format_size
 
     out = tmp_path / "continued"
-    recipe.pretrained(replace(config, out=str(out), continued=str(weights.parent)))
+    # So small steps that there is as much to calibrate as before.
+    rates = [
+        f"--{name}=1e-6"
+        for name in ("stage1.learning_rate", "stage1.heads_learning_rate", "stage2.learning_rate")
+    ]
+    continued = replace(config, out=str(out), continued=str(weights.parent), train_options=(*options, *rates))
+    recipe.pretrained(continued)
     run = json.loads((out / "checkpoint" / "run.json").read_text())["config"]
     assert run["init"] == str(weights.parent)
     assert {Path(file).name.startswith("share-") for file in run["data"]} == {True, False}
@@ -379,6 +385,38 @@ def test_the_encoder_of_the_shipped_artifact_has_the_features_of_its_graph(tmp_p
             )
         errors[name] = np.abs(found - features).mean() / np.abs(features).mean()
     assert errors["trained"] < 0.15 < 1.0 < errors["initial"]
+
+
+def test_the_shipped_artifact_becomes_a_checkpoint_with_its_predictions(
+    prepared: Prepared, teacher: ArtifactRuntime, tmp_path: Path
+) -> None:
+    minilm.write_checkpoint(tmp_path / "checkpoint", teacher.artifact)
+    checkpoint = load_checkpoint(tmp_path / "checkpoint")
+    assert checkpoint.config.form == teacher.artifact.manifest.form
+    for name, temperature in (("gpt-4o", None), ("google/gemma-2-9b-it", 0.7), (None, None)):
+        rows = [name] * len(PROMPTS), [temperature] * len(PROMPTS)
+        expected = teacher.predict(PROMPTS, *rows)
+        found = predict_prompts(checkpoint.model, checkpoint.tokenizer, PROMPTS, *rows)
+        np.testing.assert_allclose(found["mu"], expected.mu, atol=0.15)
+        np.testing.assert_allclose(found["sigma"], expected.sigma, rtol=0.1)
+        assert expected.sigma_within is not None
+        np.testing.assert_allclose(found["sigma_within"], expected.sigma_within, rtol=0.25)
+    steps = recipe._Steps(Shell(tmp_path / "logs", io.StringIO()), tmp_path, prepared, "tailcast-minilm")
+    assert steps.checkpoint_of(str(tmp_path / "checkpoint")) == tmp_path / "checkpoint"
+    again = load_checkpoint(steps.checkpoint_of("pretrained"))
+    assert steps.checkpoint_of("pretrained") == again.path == tmp_path / "initial"
+    for one, other in zip(again.model.parameters(), checkpoint.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_an_artifact_of_minilm_can_be_continued(teacher: ArtifactRuntime, tmp_path: Path) -> None:
+    manifest = teacher.artifact.manifest
+    other = replace(teacher.artifact, manifest=manifest.model_copy(update={"conditioning": None}))
+    with pytest.raises(InputError, match="with a length head, conditioned on the served model"):
+        minilm.write_checkpoint(tmp_path / "checkpoint", other)
+    with pytest.raises(InputError, match="an artifact with the file model.onnx"):
+        minilm.write_checkpoint(tmp_path / "checkpoint", open_runtime("tiny").artifact)
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_the_encoder_has_a_token_for_line_breaks(tmp_path: Path) -> None:
