@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from collections import Counter
@@ -49,6 +50,8 @@ from training.network.losses import log_t_nll
 
 NAME = "tailcast-tiny"
 MAX_LENGTH = 1024
+#: Number of prompts that repeat some words, and the largest number of repetitions.
+NUM_REPEATED, MOST_REPETITIONS = 600, 1_000
 EMBEDDING_WIDTH = 64
 CARD = """# tailcast-tiny
 
@@ -108,6 +111,19 @@ def make_tokenizer(prompts: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
+def repeated_prompts(prompts: Sequence[str], number: int, seed: int) -> list[str]:
+    """Prompts that repeat one to four words of others. A sum of equal vectors is much longer than that of as many words, so
+    without them a network of sums extrapolates far from all lengths."""
+    rng = np.random.default_rng(seed)
+    repeated = []
+    for each in rng.choice(len(prompts), number):
+        words = re.findall(r"\s*\S+", prompts[each])
+        start, count = int(rng.integers(len(words))), int(rng.integers(1, 5))
+        times = int(np.exp(rng.uniform(np.log(8), np.log(MOST_REPETITIONS))))
+        repeated.append(" ".join(["".join(words[start : start + count]).strip()] * times))
+    return repeated
+
+
 def calibrated(
     content: Mapping[str, NDArray[Any]], model: TinyModel, data: Prompts, nu: float
 ) -> dict[str, NDArray[Any]]:
@@ -135,6 +151,7 @@ def tiny(config: TinyConfig) -> None:
     teacher = open_runtime(config.teacher, provider="cpu")
     castillo, others = real_prompts(files)
     made_up = made_up_prompts(castillo, others, config.made_up, config.seed)
+    made_up += repeated_prompts([*castillo, *others], NUM_REPEATED, config.seed)
     form = teacher.artifact.manifest.form
     composed = composed_prompts(real_requests(files), config.amounts, np.random.default_rng(config.seed))
     amounts = [form.text(prompt.messages) for prompt in composed]

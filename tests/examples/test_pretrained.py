@@ -448,6 +448,17 @@ def test_prompts_of_castillo_and_of_other_sources(prepared: Prepared) -> None:
     assert 0 < num_castillo < 100
 
 
+def test_prompts_of_repeated_words_are_those_of_others() -> None:
+    prompts = tiny.repeated_prompts(PROMPTS, 50, seed=0)
+    assert prompts == tiny.repeated_prompts(PROMPTS, 50, seed=0)
+    for prompt in prompts:
+        words = prompt.split()
+        period = next(n for n in range(1, 5) if words[n:] == words[:-n])
+        assert len(words) / period >= 8
+        assert any(" ".join(words[:period]) in " ".join(text.split()) for text in PROMPTS)
+    assert max(map(len, prompts)) > 1_000
+
+
 def test_made_up_prompts_repeat_and_consist_of_words_of_the_given_ones() -> None:
     made = distillation.made_up_prompts(PROMPTS[:2], PROMPTS[2:], 50, seed=1)
     assert made == distillation.made_up_prompts(PROMPTS[:2], PROMPTS[2:], 50, seed=1)
