@@ -129,7 +129,7 @@ def _with_drawn_lengths(path: Path, config: PlanConfig, problem: InputError) -> 
     if path.is_dir() or config.predictor == "oracle":
         raise problem
     rng, rows, left_out = np.random.default_rng(config.seed), [], Counter[str]()
-    with open_length_predictor(config.predictor) as predictor:
+    with open_length_predictor(config.predictor, config) as predictor:
         for number, columns in file_rows(path, "log", objects=True, on_bad_row=lambda *_: None):
             source = SourceRow(columns)
             nested = from_json(source.first(_REQUESTS)[1])
@@ -186,7 +186,7 @@ def _predict(requests: RequestLog, config: PlanConfig) -> None:
     if orders and prompts and not has_predictions and config.predictor != "oracle":
         from tailcast.length_predictor import open_length_predictor
 
-        with open_length_predictor(config.predictor) as predictor:
+        with open_length_predictor(config.predictor, config) as predictor:
             for start in range(0, len(prompts), _BATCH):
                 batch = prompts[start : start + _BATCH]
                 texts = [str(row.prompt) for _, row in batch]

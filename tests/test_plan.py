@@ -384,6 +384,15 @@ def test_a_log_of_prompts_gets_lengths_from_the_predictor(
     assert typed(line + " --overwrite true") == 2
 
 
+def test_the_access_files_of_a_predictor_are_read(engine: str, tmp_path: Path, capsys: Captured) -> None:
+    rows = [{"timestamp": number, "request": {"prompt": "Name 3 birds."}} for number in range(120)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "ca.pem").write_text("no certificate")
+    line = f"{tmp_path}/log.jsonl {engine} --target 'tpot_s.p90<0.3' --predictor grpcs://localhost:1"
+    assert typed(f"{line} --predictor_ca {tmp_path}/ca.pem") == 2
+    assert "predictor_ca: got" in capsys.readouterr().err
+
+
 def sessions(path: Path, num: int, turns: int) -> Path:
     """Recorded agent sessions, in the columns of the public ones."""
     rng = np.random.default_rng(4)

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_core.prediction.service_access import ACCESS_FILES
 from scheduler_core.shell.command import command
 from scheduler_core.simulator.planning.config import PlanConfig
 
@@ -22,7 +23,7 @@ class PlanCommandConfig(PlanConfig):
     because the log is too short, or if more than half of the log was left out.
     """
 
-    INPUTS = ("log", "model", "step_time_parameters", "predictor")
+    INPUTS = ("log", "model", "step_time_parameters", "predictor", *ACCESS_FILES)
     OUTPUTS = ("json", "report", "cells")
 
     log: str

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scheduler_core.errors import InputError
 from scheduler_core.policies import policy_class
+from scheduler_core.prediction.service_access import ServiceAccess
 from scheduler_core.ranges import BELOW_ONE, POSITIVE, check_choice, check_ranges
 from scheduler_core.routing import ROUTERS
 from scheduler_core.scheduler import SchedulerConfig
@@ -25,7 +26,7 @@ SCENARIOS = ("traffic", "outputs", "failed_replicas", "restart_s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(ServiceAccess):
     """Targets, what to choose from, and how long to search."""
 
     target: list[str] | str
