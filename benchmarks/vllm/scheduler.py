@@ -13,7 +13,8 @@ each running request: formers that hold more requests in memory than run do so u
 `update_from_output` and the arrivals, in the calling thread, without garbage collection. Each scheduler runs in its own
 process, as in an engine. They take turns of `turn_steps`: few, and the machine has the same speed in all of them; many, and
 a scheduler keeps its data in the processor's cache. Each turn is compared with that of the first scheduler, because the speed
-of a shared machine changes from second to second. All requests come at once, and a step with fewer of them is cheaper, so each
+of a shared machine changes from second to second. The share of our own methods is measured within each step, so the machine's
+speed does not change it; it does not have our queue, which vLLM's code calls. All requests come at once, and a step with fewer of them is cheaper, so each
 part of the steps has its own row, with how many requests were in a step and in memory.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,6 +45,13 @@ POLICIES = [
     VLLM, "bounded_shortest", "tie", "ssjf", "fcfs+chunked_prefill", "fcfs+slai", "uniboost+uniboost", "semantic+stage_aware",
     "fcfs+rad", "fcfs+rad_prefill_first", "ssjf+quantile_reserve", "fcfs+orca", "fcfs+request_level", "fcfs+vllm",
 ]  # fmt: skip
+
+
+#: Our methods in which a step's time is spent; none calls another.
+OURS = (
+    "_tailcast_start_step", "_tailcast_plan", "_tailcast_end_planning", "_tailcast_report", "_tailcast_end_step",
+    "_tailcast_arrive", "_tailcast_end",
+)  # fmt: skip
 
 
 class Predictions:
@@ -100,11 +109,15 @@ class Side:
         if policy is not None:
             self._scheduler._tailcast_thread.close()
             self._scheduler._tailcast_thread = self._predictions
+        self._ours_s = 0.0
+        for name in OURS if policy is not None else ():
+            setattr(self._scheduler, name, self._timed(getattr(self._scheduler, name)))
         for _ in range(options.running + options.waiting):
             self._add()
 
-    def step(self) -> tuple[float, int, int, int]:
-        """Runs one step; its seconds, and the requests in it, in memory, and that ended."""
+    def step(self) -> tuple[float, int, int, int, float]:
+        """Runs one step; its seconds, the requests in it, in memory, and that ended, and the seconds of our methods."""
+        self._ours_s = 0.0
         begin = time.thread_time()
         plan = self._scheduler.schedule()
         planned = time.thread_time()
@@ -116,7 +129,17 @@ class Side:
             self._add()
         self.num_ended += ended
         step_s = time.thread_time() - generated + planned - begin
-        return step_s, len(plan.num_scheduled_tokens), len(self._scheduler.running), ended
+        return step_s, len(plan.num_scheduled_tokens), len(self._scheduler.running), ended, self._ours_s
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return method(*args)
+            finally:
+                self._ours_s += time.thread_time() - begin
+
+        return call
 
     def _add(self) -> None:
         length = int(np.clip(self._rng.lognormal(5.5, 1.0), 2, MAX_TOKENS))
@@ -136,8 +159,8 @@ def run_steps(policy: str | None, model: Path, options: argparse.Namespace, requ
 
 
 def measured(options: argparse.Namespace) -> dict[str, np.ndarray]:
-    """The steps of each scheduler [turns, turn_steps, 4], see `Side.step`."""
-    turns: dict[str, list[list[tuple[float, int, int, int]]]] = {name: [] for name in options.policies}
+    """The steps of each scheduler [turns, turn_steps, 5], see `Side.step`."""
+    turns: dict[str, list[list[tuple[float, int, int, int, float]]]] = {name: [] for name in options.policies}
     with ExitStack() as stack:
         ends = {name: stack.enter_context(own_process(run_steps, name, options)) for name in turns}
         for _ in range(options.parts * options.part_steps // options.turn_steps):
@@ -170,16 +193,19 @@ def main() -> None:
             others = np.concatenate([turns[first][chosen] for turns in rounds])
             fast, median, p99 = 1e3 * np.percentile(own[..., 0], (10, 50, 99))
             more = fast - 1e3 * np.percentile(others[..., 0], 10)
-            _, in_step, in_memory, ended = own.mean(axis=(0, 1))
+            _, in_step, in_memory, ended, _ = own.mean(axis=(0, 1))
+            ours = np.median(own[..., 4] / (own[..., 0] - own[..., 4]))
             ratios = np.median(own[..., 0], axis=1) / np.median(others[..., 0], axis=1)
             low, middle, high = np.percentile(ratios, (25, 50, 75))
             lines.append(
                 (name, steps, f"{in_step:.0f}", f"{in_memory:.0f}", f"{ended:.2f}", f"{fast:.2f}", f"{median:.2f}", f"{p99:.2f}",
-                 "-" if name == first else f"{more:.2f}", "-" if name == first else f"{middle:.2f} ({low:.2f} to {high:.2f})")
+                 "-" if name == first else f"{more:.2f}", "-" if name == first else f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                 "-" if name == VLLM else f"{ours:.2f}")
             )  # fmt: skip
     header = (
         "scheduler", "steps", "in a step", "in memory", "ended per step", "P10, ms", "median, ms", "P99, ms",
         f"P10 above {first}, ms", f"median of a turn, times that of {first} (quartiles)",
+        "ours, times vLLM's own of the step",
     )  # fmt: skip
     print(f"{options.running} running, {options.waiting:,} waiting, {options.rounds} rounds:\n")
     print(markdown_table(header, lines))
