@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler_core.shell.command import report_left_out
 from scheduler_core.shell.options import from_mapping
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.plan import lines_of, make_plan
@@ -103,9 +104,7 @@ def plan(
         result = plan_log(log, config, Path(folder), Path(folder))
     for warning in result.warnings:
         logger.warning(warning)
-    if result.left_out:
-        causes = "; ".join(f"{count} x {reason}" for reason, count in result.left_out.most_common())
-        logger.warning("left out %d of %d rows: %s", result.left_out.total(), result.num_rows, causes)
+    report_left_out(result.left_out, result.num_rows)
     return result
 
 

@@ -47,7 +47,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
-#: Our methods in which a step's time is spent; none calls another.
+#: Our methods that take a step's time; none of them calls another one.
 OURS = (
     "_tailcast_start_step", "_tailcast_plan", "_tailcast_end_planning", "_tailcast_report", "_tailcast_end_step",
     "_tailcast_arrive", "_tailcast_end",

@@ -215,10 +215,10 @@ class PlannedSteps:
         self._tailcast_limit_chunks(batch.prefills)
         chosen = [state.request_id for state in batch.decodes]
         chosen += self._tailcast_chunks
-        num_running = len(chosen) - len(batches.unexecuted & self._tailcast_chunks.keys())
+        unexecuted = batches.unexecuted
+        num_running = len(chosen) - len(unexecuted & self._tailcast_chunks.keys())
         if not chosen and len(queue) and not self.running:
             chosen = [head.request_id for head in (batches.waiting.peek(),) if head is not None]
-        unexecuted = batches.unexecuted
         queue.plan(chosen if unexecuted or not batch.decodes else ())
         if num_running == len(self.running) and not self._tailcast_blocked:
             return None  # all of them

@@ -519,10 +519,10 @@ class Simulation:
             replica = self._replicas[name]
             scheduler = replica.scheduler
             counts = (status, scheduler.num_running, scheduler.num_waiting, len(replica.held))
-            known = self._counted.get(name)
-            if known is None or known[0] != counts:
-                known = self._counted[name] = counts, self._snapshot(name, status, keep_requests=False)
-            snapshots[name] = known[1]
+            latest = self._counted.get(name)
+            if latest is None or latest[0] != counts:
+                latest = self._counted[name] = counts, self._snapshot(name, status, keep_requests=False)
+            snapshots[name] = latest[1]
         return snapshots
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:

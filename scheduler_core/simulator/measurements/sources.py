@@ -72,8 +72,9 @@ class MeasurementSource:
 
 
 def read_sources(paths: Sequence[str], limits: SchedulerConfig) -> list[MeasurementSource]:
-    """The measurements in files and folders of segments of the proxy's log, a source for each replica that it names. Scrapes of /metrics in several files are one
-    series, in the order of the files. `InputError`, naming the file, its line and the value, for what is malformed.
+    """The measurements in files and folders of segments of the proxy's log, a source for each replica that it names. Scrapes of
+    /metrics in several files are one series, in the order of the files. `InputError`, naming the file, its line and the value, for
+    what is malformed.
 
     `limits` are those of the measured engine.
     """
