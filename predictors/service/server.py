@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -32,6 +32,7 @@ from scheduler_core.errors import InputError, TailcastError
 
 if TYPE_CHECKING:
     from aiohttp.web import AppRunner
+    from prometheus_client import Counter
 
 logger = logging.getLogger(__name__)
 
@@ -146,10 +147,9 @@ class PredictionServer:
         previous = self._source_state()
         while True:
             await asyncio.sleep(self.config.reload_poll_s)
-            if self._certificates is not None and self._certificates.have_changed:
-                self._reload_certificates(self._certificates)
-            if self._tokens is not None and self._tokens.have_changed:
-                self._reload_tokens(self._tokens)
+            for name, files, reloads in self._access_files():
+                if files.have_changed:
+                    self._read_again(name, files, reloads)
             state = self._source_state()
             if state != previous:
                 previous = state
@@ -158,31 +158,28 @@ class PredictionServer:
     async def reload(self) -> None:
         """Reads certificates and tokens again, and replaces every artifact whose files have changed; what fails is logged, and
         the old one stays."""
-        if self._certificates is not None and self._certificates.http is not None:
-            self._reload_certificates(self._certificates)
-        if self._tokens is not None:
-            self._reload_tokens(self._tokens)
+        for access in self._access_files():
+            self._read_again(*access)
         await self._reload_artifacts()
 
-    def _reload_certificates(self, certificates: Certificates) -> None:
-        outcome = "refused"
-        try:
-            certificates.reload()
-            outcome = "taken"
-            logger.info("certificates: read again, for new connections")
-        except (TailcastError, OSError) as error:
-            logger.error("certificates: rejected the new files, kept the old ones: %s", error)
-        self.metrics.certificate_reloads.labels(outcome).inc()
+    def _access_files(self) -> Iterator[tuple[str, Certificates | BearerTokens, Counter]]:
+        """What decides who may call, with its name and the counter of its reloads."""
+        if self._certificates is not None and self._certificates.http is not None:
+            yield "certificates", self._certificates, self.metrics.certificate_reloads
+        if self._tokens is not None:
+            yield "tokens", self._tokens, self.metrics.token_reloads
 
-    def _reload_tokens(self, tokens: BearerTokens) -> None:
+    @staticmethod
+    def _read_again(name: str, files: Certificates | BearerTokens, reloads: Counter) -> None:
+        """Reads files again; if they are invalid, what was read before stays in use."""
         outcome = "refused"
         try:
-            tokens.reload()
+            files.reload()
             outcome = "taken"
-            logger.info("tokens: read again, for new calls")
+            logger.info("%s: read again, for new connections and calls", name)
         except (TailcastError, OSError) as error:
-            logger.error("tokens: rejected the new file, kept the old tokens: %s", error)
-        self.metrics.token_reloads.labels(outcome).inc()
+            logger.error("%s: rejected the new files, kept the old ones: %s", name, error)
+        reloads.labels(outcome).inc()
 
     async def _reload_artifacts(self) -> None:
         for name in self.artifacts.names:

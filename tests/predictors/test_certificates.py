@@ -217,7 +217,7 @@ async def test_a_removed_token_is_refused_for_new_calls(
         await replaced(b"second\n", "tokens: read again")
         assert (await accepted("first"), await accepted("second")) == (False, True)
         for content in (b"", b"# none\n", b"\xff\xfe", None):
-            await replaced(content, "tokens: rejected the new file, kept the old tokens: token_file")
+            await replaced(content, "tokens: rejected the new files, kept the old ones: token_file")
             assert (await accepted("first"), await accepted("second")) == (False, True)
         assert (counted(server, "taken", "token"), counted(server, "refused", "token")) == (2, 4)
     assert "second" not in caplog.text
