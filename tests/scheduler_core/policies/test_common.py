@@ -112,7 +112,7 @@ def test_the_decided_level_has_the_least_expected_cost(row: NDArray[np.float64],
     assert found[int(expected_cost_levels(row, cost))] <= min(found) + 1e-6
 
 
-@given(row=probability_rows, tier=tiers, promotion=st.integers(0, 5), threshold=st.floats(0, 1))
+@given(row=probability_rows, tier=tiers, promotion=st.integers(0, K - 1), threshold=st.floats(0, 1))
 def test_no_text_leaves_its_declared_tier_by_more_than_the_limit(
     row: NDArray[np.float64], tier: int, promotion: int, threshold: float
 ) -> None:
