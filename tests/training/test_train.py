@@ -195,6 +195,17 @@ def test_half_precision_trains_float32_weights_and_a_learned_nu(
     assert all(value.dtype == torch.float32 and torch.isfinite(value).all() for value in trained)
 
 
+@pytest.mark.parametrize(("has_instructions", "used"), [(False, "32-true"), (True, "bf16-mixed")])
+def test_precision_auto_is_what_the_device_has_instructions_for(
+    bert, samples, tmp_path, monkeypatch, caplog, has_instructions, used
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_instructions})
+    out = tmp_path / "out"
+    train(tiny(bert, samples, out, precision="auto", accelerator="cpu"))
+    assert json.loads((out / "training.json").read_text())["config"]["precision"] == used
+    assert "no bfloat16 instructions" not in caplog.text
+
+
 def test_under_triage_counts_in_the_best_epoch_of_urgency_alone(bert, tmp_path):
     labels = write_labels(tmp_path / "labels.parquet", count=80)
     urgency = tasks.UrgencyTask(levels=("a", "b", "c", "d", "e"))

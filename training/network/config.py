@@ -160,8 +160,8 @@ class TrainConfig(Tasks, GroupingOptions):
     """Number of devices of this machine, or of processes on its CPU, for data-parallel training in both stages."""
     num_nodes: int = 1
     """Number of machines, with `devices` devices each. Run the same command on all of them, with MASTER_ADDR, MASTER_PORT and NODE_RANK (0, 1, ...) in its environment and OUT.partial on a shared file system."""
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Precision of stage 1 and of the features of stage 2."""
+    precision: Literal["32-true", "bf16-mixed", "auto"] = "32-true"
+    """Precision of stage 1 and of the features of stage 2; auto: bf16-mixed on devices with bfloat16 instructions."""
     deterministic: bool = False
     """Use only deterministic algorithms, also on a GPU."""
     threads: int | None = None

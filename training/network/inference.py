@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Track = Callable[[Iterable[list[int]]], Iterable[list[int]]]
 
+_CPU = torch.device("cpu")
 # Rows per call of the heads.
 ROWS_PER_CALL = 16_384
 
@@ -34,8 +35,10 @@ def pick_device(accelerator: str) -> torch.device:
     return torch.device("cuda" if has_cuda and accelerator != "cpu" else "cpu")
 
 
-def has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16 products; without them, these are several times slower than float32."""
+def has_bfloat16(device: torch.device = _CPU) -> bool:
+    """Whether a device has instructions for bfloat16 products; without them, these are several times slower than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 

@@ -79,15 +79,17 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
     if config.only_conditioning:
         config = with_architecture_of_init(config)
     device = pick_device(config.accelerator)
-    if config.precision == "bf16-mixed" and device.type == "cpu" and not has_bfloat16():
+    if config.precision == "bf16-mixed" and not has_bfloat16(device):
         log.warning(
-            "precision bf16-mixed: this CPU has no bfloat16 instructions, 32-true is several times faster"
+            "precision bf16-mixed: this device has no bfloat16 instructions, 32-true is several times faster"
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     identity = _identity(config, files)
     if is_first:
         _check_state(work, identity, resume=config.resume)
+    if config.precision == "auto":
+        config = replace(config, precision="bf16-mixed" if has_bfloat16(device) else "32-true")
 
     no_rows = Rows(SCHEMA.empty_table())
     rows = read_split_rows(config) if config.needs_rows else SplitRows(no_rows, no_rows)
