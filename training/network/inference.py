@@ -38,7 +38,7 @@ def pick_device(accelerator: str) -> torch.device:
 def has_bfloat16(device: torch.device = _CPU) -> bool:
     """Whether a device has instructions for bfloat16 products; without them, these are several times slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 

@@ -159,7 +159,7 @@ def _features(
         initial.model.to(device)
         with (
             memory_errors(lambda: None, f"computing features of {config.batch_size} prompts at a time"),
-            torch.autocast(device.type, torch.bfloat16, enabled=config.precision != "32-true"),
+            torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16-mixed"),
         ):
             features = {
                 name: pooled_features(
@@ -344,7 +344,7 @@ def _trainer(config: TrainConfig, number: int, folder: Path, device: torch.devic
         devices=config.devices,
         num_nodes=config.num_nodes,
         strategy="ddp" if several else "auto",
-        precision=config.precision if number == 1 else "32-true",
+        precision="bf16-mixed" if number == 1 and config.precision == "bf16-mixed" else "32-true",
         max_epochs=options.epochs,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO(), *([LightningEnvironment()] if several else [])],
