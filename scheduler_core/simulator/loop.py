@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import Any
 
 from scheduler_core.engine.plan import Finished
 from scheduler_core.errors import InputError
@@ -25,14 +24,9 @@ from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.llumnix import MigrationPlanner
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
-from scheduler_core.routing.snapshot import (
-    ReplicaRole,
-    ReplicaSnapshot,
-    ReplicaStatus,
-    take_snapshot,
-    waiting_view,
-)
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaStatus
 from scheduler_core.scheduler import Scheduler
+from scheduler_core.simulator.cluster_view import ClusterView
 from scheduler_core.simulator.failures import FailurePlan, FailureSource
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
@@ -218,12 +212,7 @@ class Simulation:
         self._draining: set[str] = set()
         #: Whether replicas or the assignment of requests change without a request's event.
         self._changes = planner is not None or scaler is not None or self._fails
-        self._snapshot_interval_s = snapshot_interval_s
-        #: What the router has scraped, and when.
-        self._scraped: dict[str, ReplicaSnapshot] = {}
-        self._scraped_s = -math.inf
-        #: Snapshots for a router that only reads numbers of requests, with these.
-        self._counted: dict[str, tuple[tuple[Any, ...], ReplicaSnapshot]] = {}
+        self._view = ClusterView(self._replicas, self._roles, self._settle, snapshot_interval_s)
         self._next_tick_s = math.inf
         #: Numbers of requests in the system and waiting, their time, and whether they may have changed.
         self._counts = (0, 0)
@@ -466,7 +455,7 @@ class Simulation:
         """Sends pending requests to replicas."""
         if not dispatcher.num_pending:
             return
-        for item, replica_id in dispatcher.dispatch(self._seen(dispatcher, now), now):
+        for item, replica_id in dispatcher.dispatch(self._view.seen(dispatcher, now), now):
             request, replica = item.request, self._replicas[replica_id]
             if request.session:
                 former = self._replica_of_session.get(request.session, replica_id)
@@ -493,54 +482,6 @@ class Simulation:
             self._join(name, now)
         else:
             heappush(self._starting, (join_s, name))
-
-    def _seen(self, dispatcher: Dispatcher, now: float) -> dict[str, ReplicaSnapshot]:
-        """The replicas as the router sees them: as they are, or as it has scraped them."""
-        router = dispatcher.router
-        if not (router.scrapes or router.sees_tokens or router.needs_requests):
-            return self._with_counts(dispatcher)
-        if router.sees_tokens:
-            for name in dispatcher.replicas:
-                self._settle(self._replicas[name], now)
-        if not (router.scrapes and self._snapshot_interval_s):
-            snapshots = self._snapshots(dispatcher, keep_requests=router.needs_requests)
-            return {snapshot.replica_id: snapshot for snapshot in snapshots}
-        if now - self._scraped_s >= self._snapshot_interval_s:
-            self._scraped, self._scraped_s = {}, now
-        if any(name not in self._scraped for name in dispatcher.replicas):
-            for snapshot in self._snapshots(dispatcher, keep_requests=False):
-                self._scraped.setdefault(snapshot.replica_id, snapshot)
-        return self._scraped
-
-    def _with_counts(self, dispatcher: Dispatcher) -> dict[str, ReplicaSnapshot]:
-        """Snapshots with the current numbers of requests; new ones of replicas where these have changed."""
-        snapshots = {}
-        for name, status in dispatcher.replicas.items():
-            replica = self._replicas[name]
-            scheduler = replica.scheduler
-            counts = (status, scheduler.num_running, scheduler.num_waiting, len(replica.held))
-            latest = self._counted.get(name)
-            if latest is None or latest[0] != counts:
-                latest = self._counted[name] = counts, self._snapshot(name, status, keep_requests=False)
-            snapshots[name] = latest[1]
-        return snapshots
-
-    def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
-        return tuple(
-            [
-                self._snapshot(name, status, keep_requests=keep_requests)
-                for name, status in dispatcher.replicas.items()
-            ]
-        )
-
-    def _snapshot(self, name: str, status: ReplicaStatus, *, keep_requests: bool) -> ReplicaSnapshot:
-        replica, role = self._replicas[name], self._roles[name]
-        scheduler = replica.scheduler
-        snapshot = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
-        for request in replica.held.values():
-            view = waiting_view(request, request.tier, None, scheduler.config.kv_block_tokens)
-            snapshot = snapshot.with_waiting(view)
-        return snapshot
 
     def _begin(self, replica: SimulatedReplica, now: float, until_s: float) -> Step | None:
         """Starts the next step of a replica, if it has work."""
@@ -587,12 +528,12 @@ class Simulation:
             return
         held = {name for replica in self._replicas.values() for name in replica.held}
         busy = self._migrations.in_flight | self._pending_moves | held
-        for move in self._planner.plan(self._snapshots(dispatcher, keep_requests=True), busy, now):
+        for move in self._planner.plan(self._view.snapshots(dispatcher, keep_requests=True), busy, now):
             self._pending_moves.add(move.request_id)
             self._replicas[move.source].between_steps(lambda at, move=move: self._start_move(move, at), now)  # type: ignore[misc]
 
     def _scale(self, scaler: Scaler, dispatcher: Dispatcher, now: float) -> None:
-        snapshots = self._snapshots(dispatcher, keep_requests=False)
+        snapshots = self._view.snapshots(dispatcher, keep_requests=False)
         for signal in scaler.decide(snapshots, len(self._starting), now):
             if isinstance(signal, ScaleIn):
                 self._drain(signal.victim, dispatcher, now)
@@ -667,7 +608,7 @@ class Simulation:
                 replica.scheduler.end_session(session, now)
         self._draining.discard(name)
         self._standby.add(name)
-        self._scraped.pop(name, None)
+        self._view.forget(name)
         if self._failures is not None:
             self._failures.left(name)
 
