@@ -111,6 +111,14 @@ class Dispatcher:
         self.router.on_finished(request_id, self._assigned_replica(request_id), now)
         del self._requests[request_id]
 
+    def aborted(self, request_id: str, now: float) -> None:
+        """Removes a request, also a pending one, that its client has given up."""
+        replica_id = self._requests.pop(request_id).replica_id
+        if replica_id is None:
+            del self._pending[request_id]
+        else:
+            self.router.on_aborted(request_id, replica_id, now)
+
     def migrated(self, request_id: str, destination: str, now: float) -> None:
         """Updates the replica of a migrated request."""
         source = self._assigned_replica(request_id)

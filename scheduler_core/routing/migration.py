@@ -90,6 +90,7 @@ class AbortReason(Enum):
     DESTINATION_DRAINING = "the destination drains"
     STALLED = "the request grows as fast as it is copied"
     FAILED = "the source or the destination has failed"
+    GIVEN_UP = "the client gave the request up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,14 @@ class Migrations:
             return None
         assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
         return self._end(ongoing, reason, now)
+
+    def given_up(self, request_id: str, now: float) -> Aborted | None:
+        """Ends the migration of a request that its client has given up, also during its last stage; None if not migrating."""
+        ongoing = self._ongoing.get(request_id)
+        if ongoing is None:
+            return None
+        self._schedulers[ongoing.move.source].unreserve(request_id, now)
+        return self._end(ongoing, AbortReason.GIVEN_UP, now)
 
     def on_draining(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
         """Ends migrations to a draining replica; those away from it continue."""

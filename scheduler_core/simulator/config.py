@@ -27,6 +27,7 @@ from scheduler_core.routing.migration import KVLink
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.routing.target_tracking import TargetTracking
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.clients import PATIENT, ClientPlan
 from scheduler_core.simulator.failures import Failure, FailurePlan
 from scheduler_core.simulator.step_time import calibrated_step_time, make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
@@ -305,6 +306,8 @@ class SimulationConfig(ServiceAccess):
     """Limits of each replica of the simulated engine."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Replicas, router and migration."""
+    clients: ClientPlan = PATIENT
+    """How long clients wait for a token, and how often they send a request again."""
     step_time: LinearStepTime = field(default_factory=LinearStepTime)
     """Durations of the simulated engine's steps."""
     step_time_model: str | None = None

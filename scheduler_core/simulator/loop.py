@@ -26,6 +26,7 @@ from scheduler_core.routing.llumnix import MigrationPlanner
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaStatus
 from scheduler_core.scheduler import Scheduler
+from scheduler_core.simulator.clients import PATIENT, ClientPlan, WaitingClients
 from scheduler_core.simulator.cluster_view import ClusterView
 from scheduler_core.simulator.failures import FailurePlan, FailureSource
 from scheduler_core.simulator.records import RequestRecord
@@ -44,7 +45,7 @@ class SimulationOutcome:
     Attributes:
         records: Finished requests, in the order of their end.
         refused: Requests that could never run: reason by id.
-        failed: Requests that were lost with their replica and not sent again: reason by id.
+        failed: Requests that were lost with their replica, or given up by their client, and not sent again: reason by id.
         unserved: The rows of both, refused and failed, with their actual arrivals.
         num_unfinished: Requests that had arrived but not ended at the horizon, or with `stop_after`.
         start_s, end_s: First arrival, end of the last step.
@@ -55,6 +56,8 @@ class SimulationOutcome:
         num_failures, num_killed: Failures of replicas; drained ones that were killed after `drain_timeout_s`.
         num_retried, num_retries: Lost requests that were sent again, and how often in all.
         num_lost_tokens: Tokens in the KV cache of lost requests, which were computed again or in vain.
+        num_given_up, num_client_retries: Requests that their clients gave up for good, and how often others were sent again.
+        num_aborted_tokens: Tokens in the KV cache of requests when their clients gave up.
         num_migrated_blocks: Blocks copied for migrated requests.
         migration_pauses_s: Time for which each migrated running request stopped.
         scaling: Decisions of the auto-scaler and their times in seconds.
@@ -78,6 +81,9 @@ class SimulationOutcome:
     num_retried: int = 0
     num_retries: int = 0
     num_lost_tokens: int = 0
+    num_given_up: int = 0
+    num_client_retries: int = 0
+    num_aborted_tokens: int = 0
     num_migrations: int = 0
     num_migrated_blocks: int = 0
     migration_pauses_s: list[float] = field(default_factory=list)
@@ -86,7 +92,7 @@ class SimulationOutcome:
 
 
 class Simulation:
-    """Runs a trace to its end; each request finishes, is refused, or fails with its replica.
+    """Runs a trace to its end; each request finishes, is refused, or fails: with its replica, or because its client gives up.
 
     Args:
         step_time: Durations of the engine's steps, for all replicas or by id.
@@ -110,6 +116,7 @@ class Simulation:
         startup_s: Time until a replica started by the scaler is available; it counts for `max_replicas` at once.
         drain_timeout_s: Time after which a draining replica is killed with its requests; None: it drains to its end.
         failures: When replicas fail, and what becomes of their requests; None: they don't.
+        clients: When clients give up, and how often they send again; default: they wait. Latencies count from the first sending.
         snapshot_interval_s: How old the metrics are at most that a router scrapes (`Router.scrapes`).
 
     Raises:
@@ -143,6 +150,7 @@ class Simulation:
         startup_s: float = 0.0,
         drain_timeout_s: float | None = None,
         failures: FailurePlan | None = None,
+        clients: ClientPlan = PATIENT,
         snapshot_interval_s: float = 0.0,
     ) -> None:
         if isinstance(schedulers, Scheduler):
@@ -166,7 +174,7 @@ class Simulation:
                 step_times[name],
                 self._rows,
                 exact=exact_steps or planner is not None,
-                fresh=self._fresh or failures is not None,
+                fresh=self._fresh or failures is not None or clients.timeout_s is not None,
                 watch=None if watch is None else ReplicaWatch(watch, name, scheduler),
             )
             for name, scheduler in schedulers.items()
@@ -182,6 +190,11 @@ class Simulation:
         self._failures: FailureSource | None = None
         self._fails = failures is not None or drain_timeout_s is not None
         self._num_retries: dict[str, int] = {}
+        self._max_sent_again, self._send_again_after_s = clients.max_retries, clients.retry_after_s
+        self._clients = None if clients.timeout_s is None else WaitingClients(clients.timeout_s)
+        #: Of requests that clients sent again: when they did first, and how often.
+        self._first_s: dict[str, float] = {}
+        self._num_sent_again: dict[str, int] = {}
         self._source = EventSource(trace, predictions, frontend_s)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._stop_after = math.inf if stop_after is None else stop_after
@@ -262,8 +275,8 @@ class Simulation:
         return 0 if self._dispatcher is None else self._dispatcher.num_pending
 
     def _advance(self, now: float) -> float:
-        """Processes all events at time `now`: ends of steps and copies, failures, starts of replicas, arrivals,
-        predictions, migrations, starts of steps. Returns the time of the next event; infinite if there is none."""
+        """Processes all events at time `now`: ends of steps and copies, failures, starts of replicas, clients that give up,
+        arrivals, predictions, migrations, starts of steps. Returns the time of the next event; infinite if there is none."""
         replicas, source, failures = self._replicas, self._source, self._failures
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:
@@ -282,6 +295,9 @@ class Simulation:
         while self._starting and self._starting[0][0] <= now:
             self._join(heappop(self._starting)[1], now)
             self._count_replicas(now)
+        if self._clients is not None:
+            for name in self._clients.due(now):
+                self._check_client(self._clients, name, now)
         while source.next_s <= now:
             self._deliver(source.pop())
         if now >= self._next_tick_s:
@@ -304,6 +320,8 @@ class Simulation:
             self._count(now)
         if self._copies:
             next_s = min(next_s, *(end_s for end_s, _ in self._copies.values()))
+        if self._clients is not None:
+            next_s = min(next_s, self._clients.next_s)
         if self._changes and (self._rows or source.next_s < math.inf):
             next_s = min(next_s, self._next_change_s())
         return next_s
@@ -346,6 +364,8 @@ class Simulation:
         if event.is_arrival:
             self._arrive(event.request, event.time_s)
         elif name not in self._outcome.refused and name not in self._outcome.failed:
+            if self._rows.get(name, event.request) is not event.request:
+                return  # of a request that was sent again since
             prediction = self._prediction(event.request)
             if self._migrations.stopped(name) is not None:
                 self._delayed[name] = prediction
@@ -415,7 +435,10 @@ class Simulation:
             self._end_request(row, now)
             return
         self._rows[name] = row
-        self._outcome.request_seconds += now - row.arrival_s  # in the front end
+        if name not in self._first_s:
+            self._outcome.request_seconds += now - row.arrival_s  # in the front end
+        if self._clients is not None:
+            self._clients.wait(name, row.arrival_s, now)
         if self._dispatcher is None:
             (replica,) = self._replicas.values()
             replica.add(request, now)
@@ -428,14 +451,20 @@ class Simulation:
 
     def _reach(self, replica: SimulatedReplica, now: float) -> None:
         """Called before an event at a replica; shortens its run of steps so that the event takes effect."""
+        if self._clients is not None:
+            self._settle(replica, now)  # requests may be aborted during the step under way
+            return
         replica.shorten(now)
         if replica.step is not None and replica.step.end_s <= now:
             self._complete(replica, replica.step)
 
     def _settle(self, replica: SimulatedReplica, now: float) -> None:
-        """Called before a router reads the tokens of a replica: completes its steps that have ended, but for the one under way."""
-        self._reach(replica, now)
+        """Completes the steps of a replica that have ended, but for the one under way; before a router reads its tokens, too."""
+        replica.shorten(now)
         step = replica.step
+        if step is not None and step.end_s <= now:
+            self._complete(replica, step)
+            return
         if step is not None and replica.split():
             self._complete(replica, step)
             self._begin(replica, step.end_s, now)
@@ -508,7 +537,7 @@ class Simulation:
             self._handle(self._migrations.left_source(name, AbortReason.FINISHED, now), now)
             self._dispatcher.finished(name, now, item.first_token_s)
             replica_id = replica.name
-        row = self._rows.pop(name)
+        row = self._leave_system(name)
         prediction = self._corrected.pop(name, None) or self._predicted.get(name)
         record = RequestRecord.of(item, row, prediction, now, replica_id)
         self._observe(item, row)
@@ -574,11 +603,11 @@ class Simulation:
             return
         self._may_count = True
         items = dispatcher.failed(name, now)
-        lost = []
+        lost: list[tuple[RoutingRequest, float | None]] = []
         for item in items:
             request_id = item.request.request_id
             state = self._migrations.stopped(request_id) or replica.scheduler.find(request_id)
-            lost.append((item, state is not None and state.num_output_tokens > 0))
+            lost.append((item, None if state is None else state.last_token_s))
             outcome.num_lost_tokens += 0 if state is None else state.num_computed_tokens
         for aborted in self._migrations.on_failed(name, now):
             self._handle(aborted, now)
@@ -591,8 +620,8 @@ class Simulation:
         if status is ReplicaStatus.ACTIVE:
             self._standby.remove(name)
             self._start(name, now + down_s, now)
-        for item, has_started in lost:
-            self._retry(item, has_started, now)
+        for item, token_s in lost:
+            self._retry(item, token_s, now)
         self._dispatch(dispatcher, now)
         self._count_replicas(now)
 
@@ -612,13 +641,15 @@ class Simulation:
         if self._failures is not None:
             self._failures.left(name)
 
-    def _retry(self, item: RoutingRequest, has_started: bool, now: float) -> None:
-        """Sends a lost request again, from its prompt, or lets it fail."""
+    def _retry(self, item: RoutingRequest, token_s: float | None, now: float) -> None:
+        """Sends a lost request again, from its prompt, or lets it fail; `token_s` is the time of its last token."""
         name, plan, outcome = item.request.request_id, self._plan, self._outcome
         num = self._num_retries.get(name, 0)
-        if num < plan.max_retries and (plan.retry_started or not has_started):
+        if num < plan.max_retries and (plan.retry_started or token_s is None):
             assert self._dispatcher is not None
             self._dispatcher.arrived(item)
+            if self._clients is not None and token_s is not None:
+                self._clients.wait(name, token_s, now)
             self._num_retries[name] = num + 1
             outcome.num_retried += num == 0
             outcome.num_retries += 1
@@ -628,12 +659,68 @@ class Simulation:
             if num == plan.max_retries
             else "its replica failed after output tokens"
         )
-        row = self._rows.pop(name)
+        self._lose(name, reason, now)
+
+    def _lose(self, name: str, reason: str, now: float) -> None:
+        """Ends a request that has failed."""
+        row, outcome = self._leave_system(name), self._outcome
         self._corrected.pop(name, None)
         outcome.failed[name] = reason
         outcome.unserved.append(row)
         outcome.failed_seconds += now - row.arrival_s
         self._end_request(row, now)
+
+    def _leave_system(self, name: str) -> TraceRequest:
+        """Forgets a request that ends; its row, with the time at which it was sent first."""
+        row = self._rows.pop(name)
+        if self._clients is not None:
+            self._clients.leave(name)
+            self._num_sent_again.pop(name, None)
+            first_s = self._first_s.pop(name, None)
+            if first_s is not None:
+                row = replace(row, arrival_s=first_s)
+        return row
+
+    def _check_client(self, clients: WaitingClients, name: str, now: float) -> None:
+        """Gives up a request without a token for `timeout_s`, wherever it is; others wait for their next token."""
+        dispatcher, migrations, replica, stopped = self._dispatcher, self._migrations, None, None
+        if dispatcher is None:
+            (replica,) = self._replicas.values()
+        elif (replica_id := dispatcher.replica_of(name)) is not None:
+            replica = self._replicas[replica_id]
+        token_s = None
+        if replica is not None:
+            stopped = migrations.stopped(name)
+            token_s = replica.last_token_s(name, now) if stopped is None else stopped.last_token_s
+        if token_s is not None and token_s + clients.timeout_s > now:
+            clients.wait(name, token_s, now)
+            return
+        if replica is not None:
+            self._reach(replica, now)
+            state = stopped or replica.scheduler.find(name)
+            self._outcome.num_aborted_tokens += 0 if state is None else state.num_computed_tokens
+            self._delayed.pop(name, None)
+            self._handle(migrations.given_up(name, now), now)
+            replica.abort(name, now)
+        if dispatcher is not None:
+            dispatcher.aborted(name, now)
+        self._may_count = True
+        self._delivered.pop(name, None)
+        self._send_again(name, now)
+
+    def _send_again(self, name: str, now: float) -> None:
+        """Sends a request that was given up again, or lets it fail."""
+        num, row, outcome = self._num_sent_again.get(name, 0), self._rows[name], self._outcome
+        if num < self._max_sent_again:
+            self._num_sent_again[name] = num + 1
+            self._first_s.setdefault(name, row.arrival_s)
+            self._rows[name] = again = replace(row, arrival_s=now + self._send_again_after_s)
+            self._source.send(again)
+            outcome.num_client_retries += 1
+            return
+        outcome.num_given_up += 1
+        retries = f" after {num} {'retry' if num == 1 else 'retries'}" if num else ""
+        self._lose(name, f"its client gave up{retries}", now)
 
     def _start_move(self, move: Move, now: float) -> None:
         self._pending_moves.discard(move.request_id)

@@ -1,7 +1,7 @@
 """One simulated replica: its scheduler and its current step."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -125,6 +125,8 @@ class SimulatedReplica:
         #: Requests that arrived during the current step, when the next one was already planned, and their predictions.
         self.held: dict[str, Request] = {}
         self._held_predictions: dict[str, Prediction | None] = {}
+        #: Requests that were aborted during the current step.
+        self._aborted: set[str] = set()
 
     def add(self, request: Request, now: float) -> None:
         """Gives a request to the scheduler: at once, or when the step that is already planned starts."""
@@ -167,6 +169,38 @@ class SimulatedReplica:
         """Whether it has no request."""
         return not (self.held or self.scheduler.num_waiting or self.scheduler.num_running)
 
+    def abort(self, request_id: str, now: float) -> None:
+        """Ends a request that its client has given up, also during a step, but not during several combined ones."""
+        if self.held.pop(request_id, None) is not None:
+            self._held_predictions.pop(request_id, None)
+            return
+        assert self.step is None or self.step.num_steps == 1, "the steps that have ended are not complete"
+        self.scheduler.abort(request_id, now)
+        self._finishes.drop(request_id)
+        self._decodes = ()
+        if self.step is not None:
+            self._aborted.add(request_id)
+        if self._watch is not None:
+            self._watch.on_abort(request_id)
+
+    def last_token_s(self, request_id: str, now: float) -> float | None:
+        """Time of the last token of a request until `now`, also in combined steps; None before the first one."""
+        state, step, run = self.scheduler.find(request_id), self.step, self._run
+        if state is None or state.last_token_s is None:
+            return None
+        if step is None or step.num_steps == 1 or request_id not in step.plan.decodes:
+            return state.last_token_s
+        if run is None:
+            num, ends_s = bisect_right(self._chunk_ends, now), self._chunk_ends
+            return ends_s[num - 1] if num else state.last_token_s
+        run.num_done -= step.num_steps
+        num = run.steps_to_reach(now, step.num_steps)
+        if run.end_s(num) > now:
+            num -= 1
+        last_s = run.end_s(num) if num else state.last_token_s
+        run.num_done += step.num_steps
+        return last_s
+
     def stop(self, now: float) -> float:
         """Ends the current step without its results, and all requests; returns the seconds that the step has taken."""
         scheduler, step = self.scheduler, self.step
@@ -176,6 +210,7 @@ class SimulatedReplica:
             self._finishes.drop(name)
         self.held.clear()
         self._held_predictions.clear()
+        self._aborted.clear()
         busy_s = 0.0
         if step is not None:
             scheduler.complete(StepResult(step.plan.step), now)
@@ -329,7 +364,7 @@ class SimulatedReplica:
             lockstep += num_steps
         done: list[str] = []
         for chunk in plan.prefills:
-            if chunk.is_last:
+            if chunk.is_last and chunk.request_id not in self._aborted:
                 name = chunk.request_id
                 remaining = rows[name].output_tokens - scheduler.state(name).num_output_tokens - 1
                 if remaining == 0:
@@ -342,6 +377,7 @@ class SimulatedReplica:
         if done:
             stopped = tuple([name for name in done if rows[name].output_tokens < rows[name].max_tokens])
         self.step = None
+        aborted, self._aborted = self._aborted, set()
         ends_s: tuple[float, ...] = ()
         if num_steps > 1 and scheduler.wants_step_ends:
             if self._run is None:
@@ -355,7 +391,7 @@ class SimulatedReplica:
             return scheduler.complete(result, step.end_s)
         if num_steps > 1:
             self._set_durations(step)
-        self._watch.before_complete(step)
+        self._watch.before_complete(step, aborted)
         finished = scheduler.complete(result, step.end_s)
         self._watch.after_complete(step, finished)
         return finished
@@ -378,4 +414,4 @@ class SimulatedReplica:
         if num_steps not in self._remaining:
             return []
         pairs = zip(plan.decodes, self._remaining, strict=True)
-        return [name for name, remaining in pairs if remaining == num_steps]
+        return [name for name, remaining in pairs if remaining == num_steps and name not in self._aborted]

@@ -47,7 +47,8 @@ class SimulationResult:
     Attributes:
         config, versions: The resolved configuration; versions of tailcast, Python and numpy.
         trace: Source, hash, number of requests and mean arrival rate of the trace.
-        metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
+        metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling; with
+            clients that give up `clients`.
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`:
             `Correction.metrics` by served model.
         records, refused, failed: Requests in the order of their end; reasons of the others by id.
@@ -231,6 +232,7 @@ def run_simulation(
         served_model=config.served_model,
         watch=watch,
         progress=progress,
+        clients=config.clients,
         **cluster.simulation_arguments(config.seed, step_time),
     ).run()
     if not outcome.records:
@@ -240,7 +242,7 @@ def run_simulation(
                 "trace", f"{len(trace)} requests, none of which fits: {reason}", "a larger KV cache"
             )
         reason = next(iter(outcome.failed.values()), "the end was earlier")
-        allowed = "a later horizon_s, or fewer cluster.failures"
+        allowed = "a later horizon_s, a longer clients.timeout_s, or fewer cluster.failures"
         raise InputError("trace", f"{len(trace)} requests, none of which finished: {reason}", allowed)
     for record in outcome.records:
         record.max_tbt_s = watch.gaps.longest_s.get(record.request_id)
@@ -262,6 +264,12 @@ def run_simulation(
             "num_lost_tokens": outcome.num_lost_tokens,
         }
     predictor = predictor_statistics(predictions, schedulers)
+    if config.clients.timeout_s is not None:
+        metrics["clients"] = {
+            "num_given_up": outcome.num_given_up,
+            "num_retries": outcome.num_client_retries,
+            "num_aborted_tokens": outcome.num_aborted_tokens,
+        }
     warnings = result_warnings(config, trace, metrics, predictor, outcome.records)
     if calibration is not None:
         predictor["online_calibration"] = {

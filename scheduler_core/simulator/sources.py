@@ -80,6 +80,10 @@ class EventSource:
                 moved = waiting if time_s == waiting.arrival_s else replace(waiting, arrival_s=time_s)
                 self._push(time_s + self._delay_s, False, moved)
 
+    def send(self, row: TraceRequest) -> None:
+        """Schedules the arrival of a request that is sent again, at its `arrival_s`."""
+        self._push(row.arrival_s + self._delay_s, False, row)
+
     def _push(self, time_s: float, is_prediction: bool, row: TraceRequest) -> None:
         self._num_pushed += 1
         heapq.heappush(self._heap, (time_s, is_prediction, self._num_pushed, row))

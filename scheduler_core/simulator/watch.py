@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -319,21 +319,31 @@ class ReplicaWatch:
         #: Requests whose last prefill chunk is in the current step.
         self._prefilled: list[RequestState] = []
 
-    def before_complete(self, step: Step) -> None:
-        """Called at the end of a step, before `Scheduler.complete`; adds the gaps that end in it."""
+    def before_complete(self, step: Step, aborted: Set[str] = frozenset()) -> None:
+        """Called at the end of a step, before `Scheduler.complete`; adds the gaps that end in it. `aborted` are the requests
+        that were aborted during it."""
         plan, scheduler, gaps, lockstep = step.plan, self._scheduler, self._watch.gaps, self._lockstep
-        self._prefilled = [scheduler.state(chunk.request_id) for chunk in plan.prefills if chunk.is_last]
+        self._prefilled = [
+            scheduler.state(chunk.request_id)
+            for chunk in plan.prefills
+            if chunk.is_last and chunk.request_id not in aborted
+        ]
         # A request whose cache was recomputed samples its next token at the end of a prefill.
         recomputed = [state for state in self._prefilled if state.last_token_s is not None]
         if lockstep is not None and scheduler.num_common_steps is None:
             lockstep.keep()
             lockstep = self._lockstep = None
         if lockstep is None:
-            gaps.add_decodes(scheduler.decoding, step.start_s, step.first_end_s, step.rest)
+            decoding = scheduler.decoding
+            if aborted:
+                decoding = [state for state in decoding if state.status is not Status.GONE]
+            gaps.add_decodes(decoding, step.start_s, step.first_end_s, step.rest)
         else:
             for name in plan.preempted:
                 lockstep.leave(name)
             for transfer in plan.swapped_in:
+                if transfer.request_id in aborted:
+                    continue
                 state = scheduler.state(transfer.request_id)
                 if state.status is Status.RUNNING and state.phase is Phase.DECODE:
                     assert state.last_token_s is not None
@@ -363,6 +373,12 @@ class ReplicaWatch:
         usage = 1 - scheduler.pool.kv.num_free_blocks / scheduler.config.capacity_blocks
         watch.max_kv_usage = max(watch.max_kv_usage, usage)
         self._usage = (step.end_s, usage)
+
+    def on_abort(self, request_id: str) -> None:
+        """Called after a request was aborted: its next tokens, if any, are those of a new attempt."""
+        if self._lockstep is not None:
+            self._lockstep.leave(request_id)
+        self._watch.gaps.longest_s.pop(request_id, None)
 
     def on_stop(self, request_ids: Iterable[str], now: float) -> None:
         """Called when the replica has failed with these requests: their next tokens, if any, are those of a new attempt."""

@@ -26,7 +26,7 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step
 
 MOVE = Move("r", "a", "b")
-ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "drain", "drain", "fail"]
+ACTIONS = [*["add", "predict", "start", "copied"] * 4, *["step"] * 16, "drain", "drain", "fail", "give_up"]
 
 
 def scheduler(policy: str = "tie", log: DecisionLog | None = None, **limits: Any) -> Scheduler:
@@ -264,6 +264,17 @@ class Walk:
         if plan is not None:
             core.complete(StepResult(plan.step), self.now)
         assert core.pool.kv.num_free_blocks == 12, "a failed replica still has memory of a request"
+
+    def give_up(self) -> None:
+        """A client gives up a request, often one that migrates, wherever it is."""
+        if self.tokens:
+            name = self.pick([*self.copies] or [*self.tokens])
+            side = self.side_of(name)
+            assert (self.migrations.stopped(name) is None) == (side is not None)
+            self.note(self.migrations.given_up(name, self.now))
+            if side is not None:
+                self.sides[side].abort(name, self.now)
+            del self.tokens[name]
 
     def check(self) -> None:
         for core in self.sides.values():
