@@ -34,6 +34,8 @@ class ClientPlan:
                 raise InputError(f"clients.{name}", getattr(self, name), "0 without timeout_s")
 
 
+#: Reason for which a request has failed, in front of the number of retries.
+GAVE_UP = "its client gave up"
 #: Clients that wait until the end.
 PATIENT = ClientPlan()
 

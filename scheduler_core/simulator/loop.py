@@ -26,7 +26,7 @@ from scheduler_core.routing.llumnix import MigrationPlanner
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaStatus
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.clients import PATIENT, ClientPlan, WaitingClients
+from scheduler_core.simulator.clients import GAVE_UP, PATIENT, ClientPlan, WaitingClients
 from scheduler_core.simulator.cluster_view import ClusterView
 from scheduler_core.simulator.failures import FailurePlan, FailureSource
 from scheduler_core.simulator.records import RequestRecord
@@ -720,7 +720,7 @@ class Simulation:
             return
         outcome.num_given_up += 1
         retries = f" after {num} {'retry' if num == 1 else 'retries'}" if num else ""
-        self._lose(name, f"its client gave up{retries}", now)
+        self._lose(name, f"{GAVE_UP}{retries}", now)
 
     def _start_move(self, move: Move, now: float) -> None:
         self._pending_moves.discard(move.request_id)

@@ -26,7 +26,7 @@ from scheduler_core.simulator.steady_state import unsteady
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.step_time.stability import rad_bounds
-from scheduler_core.simulator.trace import Trace, load_trace, waits_for
+from scheduler_core.simulator.trace import Trace, TraceRequest, load_trace, waits_for
 from scheduler_core.simulator.trace_predictions import (
     Predictions,
     Progress,
@@ -52,6 +52,7 @@ class SimulationResult:
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`:
             `Correction.metrics` by served model.
         records, refused, failed: Requests in the order of their end; reasons of the others by id.
+        unserved: The rows of the others, with their actual arrivals.
         watch: Gaps between tokens, KV cache usage, and every step if requested.
         warnings: What may mislead in this result, as sentences by kind: see `result_warnings`.
     """
@@ -64,11 +65,12 @@ class SimulationResult:
     records: list[RequestRecord]
     refused: dict[str, str]
     failed: dict[str, str]
+    unserved: list[TraceRequest]
     watch: RunWatch
     warnings: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """All fields except records and watch, as JSON content."""
+        """All fields except records, unserved and watch, as JSON content."""
         names = ("config", "versions", "trace", "metrics", "predictor", "refused", "failed", "warnings")
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
 
@@ -290,6 +292,7 @@ def run_simulation(
         records=outcome.records,
         refused=outcome.refused,
         failed=outcome.failed,
+        unserved=outcome.unserved,
         watch=watch,
         warnings=warnings,
     )

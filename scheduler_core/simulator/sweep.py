@@ -185,6 +185,7 @@ def simulate_cell(cell: Cell) -> SimulationResult:
             raise
         raise TailcastError(message) from error
     result.records.clear()
+    result.unserved.clear()
     return result
 
 

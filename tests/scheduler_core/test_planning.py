@@ -244,6 +244,8 @@ def plan(**options: Any) -> PlanConfig:
         ({"what_if": "failed_replicas=1.5"}, "what_if"),
         ({"what_if": "restart_s=60"}, "what_if"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"client_retries": 2}, "client_retries"),
+        ({"timeout_s": 5, "client_retries": -1}, "client_retries"),
         ({"startup_s": -1}, "startup_s"),
         ({"min_replicas": 0}, "min_replicas"),
         ({"orders": []}, "orders"),

@@ -8,10 +8,11 @@ from pathlib import Path
 from scheduler_core.errors import InputError
 from scheduler_core.policies import policy_class
 from scheduler_core.prediction.service_access import ServiceAccess
-from scheduler_core.ranges import BELOW_ONE, POSITIVE, check_choice, check_ranges
+from scheduler_core.ranges import BELOW_ONE, INTEGERS, POSITIVE, check_choice, check_ranges
 from scheduler_core.routing import ROUTERS
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.shell.json_text import read_json_object
+from scheduler_core.simulator.clients import ClientPlan
 from scheduler_core.simulator.config import MAX_REPLICAS, MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.planning.choices import Choice, parse_prices
 from scheduler_core.simulator.planning.targets import COST, Target, parse_targets
@@ -81,8 +82,10 @@ class PlanConfig(ServiceAccess):
     startup_s: float = 120.0
     """Auto-scaling: seconds until a new replica serves: node, image, weights, compilation."""
     timeout_s: float | None = None
-    """Seconds without a token, the first one or between two, after which clients give up: how many would is reported. Unset: they
-    wait."""
+    """Seconds without a token, the first one or between two, after which clients give up and the engine aborts their request. Those
+    that give up for good miss every target. Unset: they wait."""
+    client_retries: int = 0
+    """How often clients that gave up send their request again, at once; 2 is the default of OpenAI's clients."""
     rate: float | None = None
     """Requests per second, for logs without times of arrival: sessions start at random."""
     max_replicas: int = 1000
@@ -105,6 +108,9 @@ class PlanConfig(ServiceAccess):
         check_ranges(self, memory_utilization=(POSITIVE, 1), num_kv_blocks=(1, 2**40))
         slos = ("ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
         check_ranges(self, timeout_s=(POSITIVE, MAX_TIME_S), startup_s=(0, MAX_TIME_S))
+        check_ranges(self, client_retries=(0, INTEGERS))
+        if self.client_retries and self.timeout_s is None:
+            raise InputError("client_retries", self.client_retries, "0 without timeout_s")
         check_ranges(self, min_replicas=(1, self.max_replicas))
         check_ranges(self, **dict.fromkeys(slos, (POSITIVE, MAX_TIME_S)))
         for name in (
@@ -189,7 +195,8 @@ class PlanConfig(ServiceAccess):
     def base(self, trace: str, *, has_predictions: bool) -> SimulationConfig:
         """The simulation of the log in a file, without a choice. `InputError` if the size of the KV cache is neither an option
         nor in the calibration."""
-        config = SimulationConfig(trace=trace, policy="fcfs")
+        clients = ClientPlan(timeout_s=self.timeout_s, max_retries=self.client_retries)
+        config = SimulationConfig(trace=trace, policy="fcfs", clients=clients)
         num_blocks = self.num_kv_blocks
         if num_blocks is None and self.step_time_parameters is not None:
             num_blocks = _measured_blocks(self.step_time_parameters)

@@ -22,7 +22,7 @@ from scheduler_core.simulator.planning.outlook import (
 from scheduler_core.simulator.planning.planner import MIN_GAIN, Candidate, Planner, headline
 from scheduler_core.simulator.planning.screening import candidates, screen, tune
 from scheduler_core.simulator.planning.simulations import GIVEN_UP, Simulations
-from scheduler_core.simulator.planning.targets import Target
+from scheduler_core.simulator.planning.targets import MAX_GIVEN_UP, Target
 from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
 from scheduler_core.simulator.steady_state import MAX_GROWTH, MIN_TURNOVERS
 from scheduler_core.simulator.step_time.accuracy import error_band, region_of
@@ -32,8 +32,6 @@ SCHEMA = "tailcast.plan/1"
 #: Largest number of replicas over the smallest one, within the uncertainty of the log, above which it does not decide; a
 #: difference of one replica always does.
 _MAX_SPREAD = 1.34
-#: Fraction of clients that give up above which those that send their requests again change the load.
-MAX_GIVEN_UP = 0.01
 #: Bins of the rate over the duration of the log, and the least number of requests and mean latencies in one.
 _BINS, _BIN_REQUESTS, _BIN_LATENCIES = 48, 20, 5
 
@@ -222,12 +220,6 @@ def _unreliable(
         reasons.append(
             f"caches are cold at the start of the simulated part, so fewer replicas may be enough; use {advice}"
         )
-    given_up = purchase["metrics"].get(GIVEN_UP, 0.0)
-    if given_up > MAX_GIVEN_UP:
-        reasons.append(
-            f"{given_up:.1%} of the clients give up, and what they send again is not simulated; a target of P99 below timeout_s "
-            "avoids this"
-        )
     if purchase["error_band"] and purchase["error_band"]["region"] == "overload":
         reasons.append(
             "the replicas are overloaded, where no engine was measured; targets of TTFT or of end-to-end latency avoid this"
@@ -245,6 +237,10 @@ def _warnings(planner: Planner, best: Candidate) -> dict[str, str]:
     if planner.num_repeats > 1:
         warnings["repeated"] = (
             f"the log was simulated {planner.num_repeats} times in a row to reach a steady state"
+        )
+    if (given_up := best.curve[1.0]["metrics"].get(GIVEN_UP, 0.0)) > MAX_GIVEN_UP:
+        warnings["clients"] = (
+            f"{given_up:.1%} of the clients give up, which the targets allow; a target of P99 avoids this"
         )
     skipped = [order for order in planner.config.orders if order not in planner.orders()]
     if skipped:
@@ -301,7 +297,9 @@ def plan_text(content: Mapping[str, Any], targets: Sequence[Target]) -> str:
     if (given_up := purchase["metrics"].get(GIVEN_UP)) is not None:
         timeout_s = content["config"]["timeout_s"]
         clients = f"{given_up:.2%} of the clients give up" if given_up else "No client gives up"
-        parts.append(f"{clients} after {timeout_s:g} s without a token.")
+        retries = content["config"]["client_retries"]
+        more = f" and {retries} {'retry' if retries == 1 else 'retries'}" if retries else ""
+        parts.append(f"{clients} after {timeout_s:g} s without a token{more}.")
     parts.append(f"Set {settings_text(settings, num)}.")
     parts += _order_sentences(content, targets[0])
     if content["autoscaling"] is not None:
@@ -410,6 +408,6 @@ def lines_of(content: Mapping[str, Any]) -> list[str]:
         else:
             text += f"; {_replicas(one['num_replicas'])} would do ({one['price_per_hour']:.2f} per hour)"
         if one["metrics"] and GIVEN_UP in one["metrics"]:
-            text += f"; {one['metrics'][GIVEN_UP]:.2%} of the clients would give up"
+            text += f"; {one['metrics'][GIVEN_UP]:.2%} of the clients give up"
         lines.append(f"{one['scenario']}: {text}")
     return lines

@@ -78,10 +78,14 @@ class PlanLevels:
         return Interval(mean, max(mean - half, bounds[0]), min(mean + half, bounds[1]), num)
 
     def problem(self, results: Results) -> str | None:
-        """Requests that accumulate, so that a longer run has higher latencies, or are too large."""
+        """Requests that accumulate, so that a longer run has higher latencies, or are too large, or given up by their clients."""
         for result in results:
             metrics = result["metrics"]
-            steady, num = metrics["steady_state"], metrics["num_finished"] + metrics["num_refused"]
+            steady, num = metrics["steady_state"], metrics["num_finished"] + metrics["num_failed"]
+            num += metrics["num_refused"]
+            given_up = metrics.get(GIVEN_UP, 0.0)
+            if any(given_up > target.max_given_up for target in self.targets):
+                return f"{given_up:.1%} of the clients give up"
             if metrics["num_refused"] > MAX_REFUSED * num:
                 return f"{metrics['num_refused']} of {num} requests are too large"
             accumulated, growth = steady["accumulated_fraction"], steady["relative_growth"]
@@ -171,7 +175,7 @@ class Planner:
         simulation = choice.config(self.base, num_replicas, cluster)
         settings = {"replicas": num_replicas, "choice": str(choice)}
         targets = self.targets if stop else ()
-        return TrafficCell(simulation, settings, self._whole(traffic), targets, self.config.timeout_s)
+        return TrafficCell(simulation, settings, self._whole(traffic), targets)
 
     def _whole(self, traffic: Traffic) -> Traffic:
         """The traffic of all of the log, or of its busiest part, in a steady state."""

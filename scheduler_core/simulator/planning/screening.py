@@ -120,6 +120,10 @@ def _idle_slack(planner: Planner, limits: SchedulerConfig, step_time: StepTime) 
         if target.slack(value / _SAMPLE_MARGIN) > worst:
             worst = target.slack(value / _SAMPLE_MARGIN)
             text = f"{target.metric} is {value:.3g} s for requests alone on an idle engine"
+    shortest_s = float(prompts_s.min())
+    if (timeout_s := planner.config.timeout_s) is not None and shortest_s > timeout_s * _SAMPLE_MARGIN:
+        worst = max(worst, shortest_s / timeout_s)
+        text = f"every client gives up, as first tokens take at least {shortest_s:.3g} s on an idle engine"
     return worst, text
 
 

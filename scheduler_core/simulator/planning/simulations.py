@@ -8,12 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Self, TypeVar
 
+import numpy as np
+
 from scheduler_core.shell.processes import worker_processes
-from scheduler_core.simulator.metrics import summary
+from scheduler_core.simulator.clients import GAVE_UP
+from scheduler_core.simulator.metrics import TARGETS, summary
 from scheduler_core.simulator.planning.search import Search
 from scheduler_core.simulator.planning.targets import MissedTargets, Target
 from scheduler_core.simulator.planning.traffic import Traffic
-from scheduler_core.simulator.records import LATENCIES, RequestRecord, has_slo, meets_slo, request_columns
+from scheduler_core.simulator.records import LATENCIES, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.sweep import Cell, CellStore, interrupts_blocked, simulate_cell
 from scheduler_core.simulator.trace import Trace, load_trace
@@ -22,26 +25,23 @@ T = TypeVar("T")
 
 #: Part of the arrivals that is not measured if sessions are under way at the start, whose caches are cold.
 _WARM_UP = 0.2
-#: Metric: fraction of requests whose clients would have given up, with `timeout_s`.
+#: Metric: fraction of requests that their clients gave up for good, with `timeout_s`.
 GIVEN_UP = "given_up_fraction"
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficCell(Cell):
     """The simulation of a changed log. It stops when one of the targets is certainly missed; `metrics` are then those of the
-    requests so far, and `metrics.missed` is that target. Latencies are those of arrivals after `measured_from_s`.
-
-    Clients give up after `timeout_s` without a token, see `gives_up`; their requests are served to the end nevertheless.
+    requests so far, and `metrics.missed` is that target. Latencies are those of arrivals after `measured_from_s`; a request that
+    failed counts as if it had taken the whole run (`LATENCIES`), and as one that missed its targets.
     """
 
     traffic: Traffic
     targets: tuple[Target, ...] = ()
-    timeout_s: float | None = None
 
     def inputs(self) -> dict[str, Any]:
         targets = [str(target) for target in self.targets]
-        inputs = {**Cell.inputs(self), "traffic": asdict(self.traffic), "targets": targets}
-        return inputs | ({} if self.timeout_s is None else {"timeout_s": self.timeout_s})
+        return {**Cell.inputs(self), "traffic": asdict(self.traffic), "targets": targets}
 
     def simulate(self) -> SimulationResult:
         assert self.config.trace is not None
@@ -52,14 +52,21 @@ class TrafficCell(Cell):
         missed = MissedTargets(self.targets, len(trace), from_s)
         result = run_simulation(self.config, trace=trace, is_decided=missed if self.targets else None)
         records = [record for record in result.records if record.arrival_s >= from_s]
-        if from_s > -math.inf and records:
-            columns = request_columns(records)
-            result.metrics.update({name: summary(columns[name]) for name in LATENCIES})
-            if (with_target := has_slo(columns)).any():
-                result.metrics["slo_attainment"] = float(meets_slo(columns)[with_target].mean())
-        if self.timeout_s is not None:
-            num = sum(gives_up(record, self.timeout_s) for record in records)
-            result.metrics[GIVEN_UP] = num / max(1, len(records))
+        unserved = [row for row in result.unserved if row.arrival_s >= from_s]
+        failed = [row for row in unserved if row.request_id in result.failed]
+        if (from_s > -math.inf or failed) and records:
+            columns, never_s = request_columns(records), [result.metrics["makespan_s"]] * len(failed)
+            for name in LATENCIES:
+                result.metrics[name] = summary(np.concatenate([columns[name], never_s]))
+            with_target = has_slo(columns)
+            num_with = int(with_target.sum()) + sum(
+                any(getattr(row, name) is not None for name in TARGETS) for row in unserved
+            )
+            if num_with:
+                result.metrics["slo_attainment"] = float((meets_slo(columns) & with_target).sum()) / num_with
+        if self.config.clients.timeout_s is not None:
+            num = sum(result.failed[row.request_id].startswith(GAVE_UP) for row in failed)
+            result.metrics[GIVEN_UP] = num / max(1, len(records) + len(failed))
         if missed.missed is not None:
             result.metrics["missed"] = str(missed.missed)
         return result
@@ -76,11 +83,6 @@ def measured_from_s(trace: Trace) -> float:
         return -math.inf
     start_s, end_s = trace.requests[0].arrival_s, trace.requests[-1].arrival_s
     return start_s + _WARM_UP * (end_s - start_s)
-
-
-def gives_up(record: RequestRecord, timeout_s: float) -> bool:
-    """Whether a client would have waited longer than `timeout_s` for the first token of a request, or between two."""
-    return max(record.ttft_s, record.max_tbt_s or 0.0) > timeout_s
 
 
 @lru_cache(maxsize=2)

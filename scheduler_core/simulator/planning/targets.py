@@ -20,6 +20,8 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 STATISTICS = ("mean", *QUANTILES, "max")
 #: Number of requests above a quantile below which the quantile of a log is not known.
 MIN_ABOVE = 10
+#: Fraction of requests that their clients may give up, with a target that has no level.
+MAX_GIVEN_UP = 0.01
 _TARGET = re.compile(r"\s*([\w.]+)\s*(<=?|>=?)\s*(\S+)\s*")
 
 
@@ -79,6 +81,14 @@ class Target:
         if self.level is not None:
             return math.ceil(round(MIN_ABOVE / (1 - self.level), 6))
         return 1000 if self.metric.endswith(".max") else 100
+
+    @property
+    def max_given_up(self) -> float:
+        """Fraction of requests that their clients may give up, because the others can still meet the target; 1 % for a mean or a
+        maximum."""
+        if self.at_least:
+            return 1.0 - self.bound
+        return MAX_GIVEN_UP if self.level is None else 1.0 - self.level
 
     def slack(self, value: float) -> float:
         """How far a value is from the bound: 1 at the bound, below 1 if the target is met."""
