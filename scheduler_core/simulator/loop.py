@@ -23,12 +23,13 @@ from scheduler_core.routing.base import Router, RoutingRequest, ScaleIn, ScaleOu
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.llumnix import MigrationPlanner
-from scheduler_core.routing.migration import Aborted, AbortReason, Copy, KVLink, Migrations, Move, Outcome
+from scheduler_core.routing.migration import AbortReason, KVLink, Migrations
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaStatus
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.clients import GAVE_UP, PATIENT, ClientPlan, WaitingClients
 from scheduler_core.simulator.cluster_view import ClusterView
 from scheduler_core.simulator.failures import FailurePlan, FailureSource
+from scheduler_core.simulator.migration_executor import MigrationExecutor
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
 from scheduler_core.simulator.sources import EventSource, TraceEvent
@@ -207,13 +208,9 @@ class Simulation:
         self._planner = planner
         self._interval_s = interval_s
         self._migrations = Migrations(schedulers, stage_blocks)
-        self._link = link or KVLink()
-        #: Start of the last stage of a migration, by request id.
-        self._paused_s: dict[str, float] = {}
-        #: Ongoing copies and their end times, by request id; infinite: waiting for the end of a step.
-        self._copies: dict[str, tuple[float, Copy]] = {}
-        #: Requests whose move waits for the end of a step.
-        self._pending_moves: set[str] = set()
+        self._executor = MigrationExecutor(
+            self._migrations, self._replicas, self._dispatcher, link or KVLink(), self._migrated
+        )
         #: Predictions that have arrived, and those that wait for the end of a migration.
         self._delivered: dict[str, Prediction | None] = {}
         self._delayed: dict[str, Prediction | None] = {}
@@ -255,19 +252,22 @@ class Simulation:
             before, now = now, self._advance(now)
             if len(records) >= self._stop_after:
                 end_s = before
+        executor, outcome = self._executor, self._outcome
+        outcome.num_migrations, outcome.num_migrated_blocks = executor.num_migrations, executor.num_blocks
+        outcome.migration_pauses_s, outcome.aborted_migrations = executor.pauses_s, executor.aborted
         if now < math.inf:
             self._count(end_s)
-            self._outcome.num_unfinished = len(self._rows)
-            self._outcome.end_s = end_s
+            outcome.num_unfinished = len(self._rows)
+            outcome.end_s = end_s
             self._count_replicas(end_s)
-            return self._outcome
+            return outcome
         if self._dispatcher is not None and self._dispatcher.num_pending:
             raise InputError("roles", self._roles, "at least one replica that can run every request")
         assert not self._rows, "a request was lost"
         assert not self._migrations.in_flight, "a migration did not end"
-        self._outcome.end_s = self._counted_s
+        outcome.end_s = self._counted_s
         self._count_replicas(self._counted_s)
-        return self._outcome
+        return outcome
 
     @property
     def _num_pending(self) -> int:
@@ -281,11 +281,7 @@ class Simulation:
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:
                 self._complete(replica, replica.step)
-        if self._copies:
-            for name, (end_s, copy) in sorted(self._copies.items()):
-                if end_s <= now and self._copies.get(name) == (end_s, copy):
-                    self._copies[name] = (math.inf, copy)
-                    self._end_copy(copy, now)
+        self._executor.end_copies(now)
         if self._draining:
             self._release(now)
         while failures is not None and failures.next_s <= now:
@@ -318,8 +314,7 @@ class Simulation:
                 next_s = step.end_s
         if self._may_count:
             self._count(now)
-        if self._copies:
-            next_s = min(next_s, *(end_s for end_s, _ in self._copies.values()))
+        next_s = min(next_s, self._executor.next_s)
         if self._clients is not None:
             next_s = min(next_s, self._clients.next_s)
         if self._changes and (self._rows or source.next_s < math.inf):
@@ -519,7 +514,9 @@ class Simulation:
             self._may_count = True
             if self._dispatcher is not None:
                 for name in step.plan.preempted:
-                    self._handle(self._migrations.left_source(name, AbortReason.PREEMPTED, now), now)
+                    self._executor.execute(
+                        self._migrations.left_source(name, AbortReason.PREEMPTED, now), now
+                    )
         return step
 
     def _complete(self, replica: SimulatedReplica, step: Step) -> None:
@@ -534,7 +531,7 @@ class Simulation:
         name, replica_id = item.request_id, None
         self._may_count = True
         if self._dispatcher is not None:
-            self._handle(self._migrations.left_source(name, AbortReason.FINISHED, now), now)
+            self._executor.execute(self._migrations.left_source(name, AbortReason.FINISHED, now), now)
             self._dispatcher.finished(name, now, item.first_token_s)
             replica_id = replica.name
         row = self._leave_system(name)
@@ -556,10 +553,9 @@ class Simulation:
         if self._planner is None:
             return
         held = {name for replica in self._replicas.values() for name in replica.held}
-        busy = self._migrations.in_flight | self._pending_moves | held
+        busy = self._executor.busy | held
         for move in self._planner.plan(self._view.snapshots(dispatcher, keep_requests=True), busy, now):
-            self._pending_moves.add(move.request_id)
-            self._replicas[move.source].between_steps(lambda at, move=move: self._start_move(move, at), now)  # type: ignore[misc]
+            self._executor.move(move, now)
 
     def _scale(self, scaler: Scaler, dispatcher: Dispatcher, now: float) -> None:
         snapshots = self._view.snapshots(dispatcher, keep_requests=False)
@@ -581,7 +577,7 @@ class Simulation:
         if self._drain_timeout_s is not None and self._failures is not None:
             self._failures.kill(name, now + self._drain_timeout_s)
         for aborted in self._migrations.on_draining(name, now):
-            self._handle(aborted, now)
+            self._executor.execute(aborted, now)
 
     def _release(self, now: float) -> None:
         """Stops the draining replicas that are empty."""
@@ -610,7 +606,7 @@ class Simulation:
             lost.append((item, None if state is None else state.last_token_s))
             outcome.num_lost_tokens += 0 if state is None else state.num_computed_tokens
         for aborted in self._migrations.on_failed(name, now):
-            self._handle(aborted, now)
+            self._executor.execute(aborted, now)
         outcome.busy_s += replica.stop(now)
         self._stopped(replica, now)
         if down_s == math.inf:
@@ -700,7 +696,7 @@ class Simulation:
             state = stopped or replica.scheduler.find(name)
             self._outcome.num_aborted_tokens += 0 if state is None else state.num_computed_tokens
             self._delayed.pop(name, None)
-            self._handle(migrations.given_up(name, now), now)
+            self._executor.execute(migrations.given_up(name, now), now)
             replica.abort(name, now)
         if dispatcher is not None:
             dispatcher.aborted(name, now)
@@ -722,51 +718,7 @@ class Simulation:
         retries = f" after {num} {'retry' if num == 1 else 'retries'}" if num else ""
         self._lose(name, f"{GAVE_UP}{retries}", now)
 
-    def _start_move(self, move: Move, now: float) -> None:
-        self._pending_moves.discard(move.request_id)
-        dispatcher = self._dispatcher
-        assert dispatcher is not None
-        active = dispatcher.replicas.get(move.destination) is ReplicaStatus.ACTIVE
-        if active and dispatcher.replica_of(move.request_id) == move.source:
-            self._handle(self._migrations.start(move, now), now)
-
-    def _end_copy(self, copy: Copy, now: float) -> None:
-        name = copy.move.request_id
-
-        def resume(at: float) -> None:
-            # Before the end of the step the migration may have ended, and another one started.
-            if name in self._copies and self._copies[name][1] is copy:
-                del self._copies[name]
-                self._handle(self._migrations.copied(name, at), at)
-
-        if copy.live:
-            self._replicas[copy.move.source].between_steps(resume, now)
-        else:
-            resume(now)
-
-    def _handle(self, result: Outcome | None, now: float) -> None:
-        """Executes the result of a call to `Migrations`."""
-        if result is None:
-            return
-        name, outcome = result.move.request_id, self._outcome
-        if isinstance(result, Copy):
-            source = self._replicas[result.move.source]
-            copy_s = self._link.copy_s(result.num_blocks * source.scheduler.config.kv_block_tokens)
-            source.link_free_s = max(now, source.link_free_s) + copy_s
-            if not result.live:
-                self._paused_s[name] = now
-            self._copies[name] = (source.link_free_s, result)
-            return
-        paused_s = self._paused_s.pop(name, None)
-        if isinstance(result, Aborted):
-            self._copies.pop(name, None)
-            outcome.aborted_migrations[result.reason] += 1
-        else:
-            assert self._dispatcher is not None
-            self._dispatcher.migrated(name, result.move.destination, now)
-            outcome.num_migrations += 1
-            outcome.num_migrated_blocks += result.num_blocks
-            if paused_s is not None:
-                outcome.migration_pauses_s.append(now - paused_s)
+    def _migrated(self, name: str, now: float) -> None:
+        """Delivers the prediction of a request that waited for the end of its migration."""
         if name in self._delayed:
             self._update(name, self._delayed.pop(name), now)
