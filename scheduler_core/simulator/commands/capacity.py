@@ -24,6 +24,7 @@ from scheduler_core.simulator.planning.search import (
     means_of,
     probe_level,
 )
+from scheduler_core.simulator.planning.targets import MAX_GIVEN_UP
 from scheduler_core.simulator.sweep import Cell, CellStore, run_cells
 from scheduler_core.statistics import Interval, interval
 
@@ -66,6 +67,13 @@ class SearchConfig(BaseConfig):
         return interval(values, bounds)
 
     def problem(self, results: Results) -> str | None:
+        """Clients that give up, of which latencies know nothing; `slo_attainment` counts them."""
+        for result in results if self.at_most else ():
+            metrics = result["metrics"]
+            num = metrics["clients"]["num_given_up"] if "clients" in metrics else 0
+            fraction = num / max(1, num + metrics["num_finished"]) if num else 0.0
+            if fraction > MAX_GIVEN_UP:
+                return f"{fraction:.1%} of the clients give up"
         return None
 
 

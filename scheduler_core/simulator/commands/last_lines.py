@@ -58,9 +58,16 @@ def end_with_warnings(
     )
     if num_unfinished:
         logger.warning("%d requests were not finished at the end (horizon_s, stop_after)", num_unfinished)
-    if num_failed:
+    num_given_up = sum(one["clients"]["num_given_up"] for one in metrics if "clients" in one)
+    if num_given_up:
         logger.warning(
-            "%d requests failed with their replicas (cluster.max_retries, retry_started)", num_failed
+            "%d requests were given up by their clients (clients.timeout_s, max_retries); latencies are those of the others",
+            num_given_up,
+        )
+    if num_failed > num_given_up:
+        logger.warning(
+            "%d requests failed with their replicas (cluster.max_retries, retry_started)",
+            num_failed - num_given_up,
         )
     reasons = {reason: num_refused} if num_refused else {}
     return report_left_out(reasons, num_refused + num_finished + num_failed, "requests")

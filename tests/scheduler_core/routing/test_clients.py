@@ -1,22 +1,28 @@
 """Clients that give up and send again: the engine aborts their requests at that time, wherever they are."""
 
+import json
 import re
+import shlex
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_core.engine.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.prediction.correction import Correction
+from scheduler_core.replay import replay
 from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner
 from scheduler_core.routing.migration import AbortReason, KVLink
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.clients import ClientPlan
-from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.commands.simulate import main as simulate_command
+from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.failures import FailurePlan
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
 from scheduler_core.simulator.run import run_simulation
@@ -201,6 +207,55 @@ def test_requests_that_migrate_are_given_up(seed: int) -> None:
     assert out.num_given_up > 0
     assert out.num_migrations > 0
     assert out.aborted_migrations[AbortReason.GIVEN_UP] > 0
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {"num_replicas": 3, "router": "disaggregated", "num_prefill_replicas": 1},
+        {"num_replicas": 3, "migration": True, "migration_threshold": 0.1},
+    ],
+)
+def test_prefill_and_decode_replicas_and_migrations(cluster: dict[str, Any]) -> None:
+    """An overload of small replicas; the time in the system is that of all requests."""
+    limits = SchedulerConfig(max_num_seqs=16, num_kv_blocks=600)
+    config = SimulationConfig(
+        workload=Workload(num_requests=300), load=1.5, scheduler=limits, cluster=ClusterConfig(**cluster),
+        clients=ClientPlan(timeout_s=1.0, max_retries=1),
+    )  # fmt: skip
+    metrics = run_simulation(config).metrics
+    assert metrics["num_finished"] + metrics["num_failed"] == 300
+    assert metrics["clients"]["num_given_up"] == metrics["num_failed"] > 0
+    assert metrics["littles_law_error"] < 1e-9
+    assert metrics["cluster"]["num_migrations"] > 0
+
+
+def test_the_decision_log_has_what_was_aborted() -> None:
+    log = DecisionLog()
+    config = SimulationConfig(
+        workload=Workload(num_requests=200), load=1.5, clients=ClientPlan(timeout_s=1.0, max_retries=1)
+    )
+    clients = run_simulation(config, log=log).metrics["clients"]
+    assert replay(log.entries).counters.num_aborted == clients["num_given_up"] + clients["num_retries"] > 0
+
+
+def test_a_search_for_the_highest_load_does_not_count_on_clients_that_give_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a timeout of 2 s no latency is above 2 s at any load, because all others were aborted."""
+    options = "--workload.num_requests 400 --low 0.3 --high 3 --max_seeds 2 --at_most '{ttft_s.p99: 2.1}' --tolerance 0.2"
+    line = f"{options} --clients.timeout_s 2 --json {tmp_path}/capacity.json"
+    assert simulate_command(["capacity", *shlex.split(line)]) == 0
+    found = json.loads((tmp_path / "capacity.json").read_text())
+    assert 0.5 < found["level"] < 1.5
+    problems = [probe["warnings"]["problem"] for probe in found["probes"] if not probe["meets"]]
+    assert problems
+    assert all("of the clients give up" in problem for problem in problems)
+    line = "--workload.num_requests 300 --load 2 --clients.timeout_s 2"
+    assert simulate_command(["run", *shlex.split(line), "--json", str(tmp_path / "run.json")]) == 0
+    num = json.loads((tmp_path / "run.json").read_text())["runs"][0]["metrics"]["clients"]["num_given_up"]
+    assert f"{num} requests were given up by their clients" in caplog.text
+    assert "failed with their replicas" not in caplog.text
 
 
 def test_clients_do_not_wait_for_a_replica_that_does_not_come() -> None:
