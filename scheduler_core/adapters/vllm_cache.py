@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
+from scheduler_core.adapters.vllm_version import cached_blocks
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.prediction.session import END_TURN, TOOL_USE
 from scheduler_core.request import RequestState
@@ -211,15 +212,17 @@ class VllmCache:
             context = self._contexts[session]
             self._trim(context)
             while context and len(blocks) < num_blocks:
-                block = self._block(context[-1])
-                if block is not None and block.ref_cnt > 0:  # a request uses it and hence all before it
+                copies = cached_blocks(self._pool, context[-1], self.main_group)
+                if any(block.ref_cnt > 0 for block in copies):  # a request uses it and hence all before it
                     break
-                if self._release(context.pop()) and block is not None:
-                    queue.remove(block)
-                    blocks.append(block)
+                if self._release(context.pop()):
+                    # All of them: a copy that stayed would be found behind blocks that are gone.
+                    for block in copies:
+                        queue.remove(block)
+                    blocks += copies
             if not context:
                 del self._contexts[session]
-            if len(blocks) == num_blocks:
+            if len(blocks) >= num_blocks:
                 break
         return blocks
 

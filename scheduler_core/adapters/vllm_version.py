@@ -31,6 +31,17 @@ def new_queue(policy: Any) -> Any:
     return create_request_queue(policy)
 
 
+def cached_blocks(pool: Any, block_hash: bytes, group: int) -> list[Any]:
+    """All cached blocks of a group with a hash: vLLM keeps each one that was computed."""
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    key = make_block_hash_with_group_id(block_hash, group)
+    found = pool.cached_block_hash_to_block._cache.get(key)
+    if found is None:
+        return []
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
 def check_plannable(scheduler: Any, config: Any, batching: str) -> None:
     """Raises InputError if a batch former cannot plan the steps of this engine.
 

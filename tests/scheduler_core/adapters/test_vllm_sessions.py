@@ -54,6 +54,7 @@ def test_sessions_whose_turns_are_held_back_find_their_contexts(sessions: Any) -
         assert result["num_wrong"] == 0
 
 
+@pytest.mark.mend
 @pytest.mark.parametrize("policy", ["hrrn", "working_set"])
 def test_hits_are_those_of_vllm_after_aborts(sessions: Any, policy: str) -> None:
     for seed in range(2):
