@@ -85,7 +85,7 @@ def report(finished: Sequence[Finished], seconds: float, warmup_s: float) -> dic
     Returns:
         num_requests: Requests that were due in it. all_answers: Responses, also to requests of the warm-up.
         statuses: Number of requests by status. answers_per_s: Responses received within it, per second.
-        latency_ms: p50, p90 and p99 of the successful requests; empty if there are none.
+        latency_ms: p50, p90, p99 and max of the successful requests; empty if there are none.
     """
     due_s, latency_s, status = map(np.array, zip(*finished, strict=True))
     counted, answered, ended_s = due_s >= warmup_s, status == OK, due_s + latency_s
@@ -97,7 +97,9 @@ def report(finished: Sequence[Finished], seconds: float, warmup_s: float) -> dic
         "statuses": dict(Counter(status[counted].tolist())),
         "answers_per_s": float(in_time.sum() / seconds),
         "latency_ms": {
-            f"p{level}": float(np.percentile(latencies, level)) for level in (50, 90, 99) if len(latencies)
+            name: float(np.percentile(latencies, level))
+            for name, level in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100))
+            if len(latencies)
         },
     }
 
