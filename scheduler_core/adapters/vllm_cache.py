@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
-from scheduler_core.adapters.vllm_version import cached_blocks
+from scheduler_core.adapters.vllm_version import copies_of
 from scheduler_core.engine.step_costs import StepCosts
 from scheduler_core.prediction.session import END_TURN, TOOL_USE
 from scheduler_core.request import RequestState
@@ -212,13 +212,14 @@ class VllmCache:
             context = self._contexts[session]
             self._trim(context)
             while context and len(blocks) < num_blocks:
-                copies = cached_blocks(self._pool, context[-1], self.main_group)
-                if any(block.ref_cnt > 0 for block in copies):  # a request uses it and hence all before it
+                block = self._block(context[-1])
+                copies = [] if block is None else copies_of(self._pool, block)
+                if any(copy.ref_cnt > 0 for copy in copies):  # a request uses it and hence all before it
                     break
                 if self._release(context.pop()):
                     # All of them: a copy that stayed would be found behind blocks that are gone.
-                    for block in copies:
-                        queue.remove(block)
+                    for copy in copies:
+                        queue.remove(copy)
                     blocks += copies
             if not context:
                 del self._contexts[session]

@@ -31,14 +31,9 @@ def new_queue(policy: Any) -> Any:
     return create_request_queue(policy)
 
 
-def cached_blocks(pool: Any, block_hash: bytes, group: int) -> list[Any]:
-    """All cached blocks of a group with a hash: vLLM keeps each one that was computed."""
-    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
-    key = make_block_hash_with_group_id(block_hash, group)
-    found = pool.cached_block_hash_to_block._cache.get(key)
-    if found is None:
-        return []
+def copies_of(pool: Any, block: Any) -> list[Any]:
+    """All cached blocks with the content of a cached block: vLLM keeps each one that was computed."""
+    found = pool.cached_block_hash_to_block._cache[block.block_hash]
     return list(found.values()) if isinstance(found, dict) else [found]
 
 

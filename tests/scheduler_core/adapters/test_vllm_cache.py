@@ -62,6 +62,20 @@ class Pool:
         block = self.cached.get(value)
         return None if block is None else [block]
 
+    @property
+    def cached_block_hash_to_block(self) -> Any:
+        """vLLM's map: a block, or a dictionary of all with that content."""
+        copies: dict[bytes, Any] = {}
+        for block in self.blocks:
+            if block.block_hash is not None:
+                copies.setdefault(block.block_hash, {})[block.block_id] = block
+        return SimpleNamespace(
+            _cache={
+                value: found if len(found) > 1 else next(iter(found.values()))
+                for value, found in copies.items()
+            }
+        )
+
     def run(self, request: Any) -> int:
         """Gives a request its blocks; the number of those that were cached."""
         blocks: list[Block] = []
@@ -188,6 +202,20 @@ def test_contexts_of_small_value_go_first_from_their_ends(make: Make) -> None:
     values |= {"old": 0.5, "x": 3.0}
     turn(pool, cache, "y", "uv")
     assert (hits(cache, "oabc"), hits(cache, "nabc")) == (2, 2)
+
+
+@pytest.mark.mend  # a copy was found behind blocks that had gone
+def test_all_copies_of_a_block_go_with_it(make: Make) -> None:
+    pool, cache = make(8, {"a": 1.0})
+    turn(pool, cache, "a", "abcdef")
+    pool.free_block_queue.blocks[1].block_hash = b"abcdef" + bytes(4)  # as if computed again
+    cache.reserve(4)
+    assert [block.block_hash for block in pool.free_block_queue.blocks[:4]] == [
+        None,
+        b"abcdef" + bytes(4),
+        b"abcdef" + bytes(4),
+        b"abcde" + bytes(4),
+    ]
 
 
 @pytest.mark.mend  # hashes of up to 4096 long contexts were kept whose blocks had gone, gigabytes of them
