@@ -74,7 +74,7 @@ class PretrainedConfig:
     """Checkpoint folder of an earlier run, or its int8 artifact (a folder, or pretrained). Training then continues from it, at lower rates, on a `share` of the prompts and on all those with options of reasoning or formats or that ask for an amount; the teacher predicts only for the last."""
     share: float = 0.4
     """Share of the prompts of a continued training."""
-    kept: float = 0.5
+    continued_weight: float = 0.5
     """Weight of a continued training in the average of its weights and those that it continued from; 1: no average."""
     train_options: tuple[str, ...] = ()
     """Additional options of `train`, such as --stage1.epochs=8; they override the recipe."""
@@ -84,7 +84,7 @@ class PretrainedConfig:
     """Replace the artifact in predictors/pretrained, or the trained weights in examples/pretrained/smollm2."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, share=(POSITIVE, 1), kept=(POSITIVE, 1))
+        check_ranges(self, share=(POSITIVE, 1), continued_weight=(POSITIVE, 1))
 
 
 def pretrained(config: PretrainedConfig) -> None:
@@ -108,8 +108,8 @@ def pretrained(config: PretrainedConfig) -> None:
     options += ["--encoder", steps.encoder(config.predictor, previous), *config.train_options]
     steps.train(options, training)
     trained = "checkpoint"
-    if config.continued is not None and config.kept < 1:
-        trained = steps.average(initial, config.kept)
+    if config.continued is not None and config.continued_weight < 1:
+        trained = steps.average(initial, config.continued_weight)
     steps.calibrate(trained)
     if not config.export:
         return

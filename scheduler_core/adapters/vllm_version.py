@@ -33,8 +33,8 @@ def new_queue(policy: Any) -> Any:
 
 def copies_of(pool: Any, block: Any) -> list[Any]:
     """All cached blocks with the content of a cached block: vLLM keeps each one that was computed."""
-    found = pool.cached_block_hash_to_block._cache[block.block_hash]
-    return list(found.values()) if isinstance(found, dict) else [found]
+    blocks = pool.cached_block_hash_to_block._cache[block.block_hash]
+    return list(blocks.values()) if isinstance(blocks, dict) else [blocks]
 
 
 def check_plannable(scheduler: Any, config: Any, batching: str) -> None:

@@ -191,7 +191,7 @@ class Simulation:
         self._failures: FailureSource | None = None
         self._fails = failures is not None or drain_timeout_s is not None
         self._num_retries: dict[str, int] = {}
-        self._max_sent_again, self._send_again_after_s = clients.max_retries, clients.retry_after_s
+        self._client_plan = clients
         self._clients = None if clients.timeout_s is None else WaitingClients(clients.timeout_s)
         #: Of requests that clients sent again: when they did first, and how often.
         self._first_s: dict[str, float] = {}
@@ -707,10 +707,10 @@ class Simulation:
     def _send_again(self, name: str, now: float) -> None:
         """Sends a request that was given up again, or lets it fail."""
         num, row, outcome = self._num_sent_again.get(name, 0), self._rows[name], self._outcome
-        if num < self._max_sent_again:
+        if num < self._client_plan.max_retries:
             self._num_sent_again[name] = num + 1
             self._first_s.setdefault(name, row.arrival_s)
-            self._rows[name] = again = replace(row, arrival_s=now + self._send_again_after_s)
+            self._rows[name] = again = replace(row, arrival_s=now + self._client_plan.retry_after_s)
             self._source.send(again)
             outcome.num_client_retries += 1
             return
