@@ -215,6 +215,10 @@ def test_clients_that_give_up_miss_the_targets_and_retries_cost_replicas(
     assert 0.01 < given_up < 0.1
     assert f"{given_up:.2%} of the clients give up after 0.3 s without a token." in leaving["text"]
     assert f"{given_up:.1%} of the clients give up, which the targets allow" in leaving["warnings"]["clients"]
+    assert leaving["answer"]["cost_per_million_tokens"] == pytest.approx(
+        _cost_of_all(leaving) / (1 - given_up)
+    )
+    assert strict["answer"]["cost_per_million_tokens"] == pytest.approx(_cost_of_all(strict), rel=0.01)
     assert "clients" not in strict["warnings"]
     assert strict["answer"]["metrics"]["given_up_fraction"] < 0.01
     storm = [content["what_if"][0] for content in (twice, often)]
@@ -225,6 +229,33 @@ def test_clients_that_give_up_miss_the_targets_and_retries_cost_replicas(
     assert f"{storm[0]['metrics']['given_up_fraction']:.2%} of the clients give up" in out
     with pytest.raises(InputError, match="every client gives up, as first tokens take at least"):
         answer_of(log, file, "ttft_s.p90<0.3", timeout_s=0.005)
+
+
+def _cost_of_all(content: dict[str, Any]) -> float:
+    log = content["log"]
+    return float(content["answer"]["price_per_hour"] / (log["rate_rps"] * log["output_tokens"] * 3600) * 1e6)
+
+
+def test_replicas_for_prompts_only_meet_what_others_miss_at_any_load(tmp_path: Path) -> None:
+    """No token may wait for the prompt of another request, of which each takes a tenth of a second."""
+    rows = [trace_row(f"r{at}", at / 4, 3000, 40, 100) for at in range(120)]
+    write_trace(Trace(tuple(rows)), tmp_path / "log.parquet")
+    options: dict[str, Any] = {"model": "llama-3-8b", "gpus": "h100-80gb=2", "tensor_parallel": [1]}
+    options |= {"max_num_seqs": [32], "max_num_batched_tokens": [4096], "routers": ["jsq"], "max_replicas": 8}
+    options["max_seeds"] = 4
+    target = "itl_s.max<0.05"
+    with pytest.raises(InputError, match=r"tbt_s\.max is .* at low load"):
+        tailcast.plan(tmp_path / "log.parquet", target, **options)
+    scenarios = ["failed_replicas=1"]
+    content = tailcast.plan(
+        tmp_path / "log.parquet", target, prefill_fractions=[0.0, 0.5], what_if=scenarios, **options
+    ).content
+    purchase = content["answer"]
+    assert purchase["settings"]["prefill_fraction"] == 0.5
+    assert 2 <= purchase["num_replicas"] <= 4
+    assert purchase["metrics"]["tbt_s"]["max"] < 0.05
+    assert "50% of the replicas for prompts only" in content["text"]
+    assert not content["what_if"][0]["meets"]
 
 
 def test_auto_scaling_costs_what_runs(engine: str, tmp_path: Path) -> None:

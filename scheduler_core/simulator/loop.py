@@ -105,7 +105,8 @@ class Simulation:
         served_model: Name of the served model for `calibration`; empty: `model` of each row.
         horizon_s: Time at which the run ends, although requests are not finished; None: runs until all are.
         stop_after: Number of finished requests after which the run ends; None: no limit.
-        is_decided: Called with each finished request; the run ends when it returns True.
+        is_decided: Called with each finished request, and with the row of each that its client gave up for good; the run ends when
+            it returns True, but not before a request has finished.
         exact_steps: Simulate every step individually; slower, same result. Always the case with a planner.
         progress: Called with the number of requests ended since the last call.
         roles: Phases by replica; default: both.
@@ -135,7 +136,7 @@ class Simulation:
         *,
         horizon_s: float | None = None,
         stop_after: int | None = None,
-        is_decided: Callable[[RequestRecord], bool] | None = None,
+        is_decided: Callable[[RequestRecord | TraceRequest], bool] | None = None,
         exact_steps: bool = False,
         calibration: Correction | None = None,
         served_model: str = "",
@@ -539,9 +540,12 @@ class Simulation:
         record = RequestRecord.of(item, row, prediction, now, replica_id)
         self._observe(item, row)
         self._outcome.records.append(record)
-        if self._is_decided is not None and self._is_decided(record):
-            self._stop_after = len(self._outcome.records)
+        self._decide(record)
         self._end_request(row, now)
+
+    def _decide(self, ended: RequestRecord | TraceRequest) -> None:
+        if self._is_decided is not None and self._is_decided(ended):
+            self._stop_after = max(1, len(self._outcome.records))
 
     def _tick(self, now: float) -> None:
         """Executes decisions of scaler and planner; moves start when their source is between two steps."""
@@ -717,6 +721,7 @@ class Simulation:
         outcome.num_given_up += 1
         retries = f" after {num} {'retry' if num == 1 else 'retries'}" if num else ""
         self._lose(name, f"{GAVE_UP}{retries}", now)
+        self._decide(outcome.unserved[-1])
 
     def _migrated(self, name: str, now: float) -> None:
         """Delivers the prediction of a request that waited for the end of its migration."""

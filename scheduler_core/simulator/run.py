@@ -183,7 +183,7 @@ def run_simulation(
     log: DecisionLog | None = None,
     progress: Callable[[int], None] | None = None,
     watch: RunWatch | None = None,
-    is_decided: Callable[[RequestRecord], bool] | None = None,
+    is_decided: Callable[[RequestRecord | TraceRequest], bool] | None = None,
 ) -> SimulationResult:
     """Simulates one policy until every request has finished.
 
@@ -196,7 +196,7 @@ def run_simulation(
         log: Records all decisions; only for one replica.
         progress: Called with the number of requests that ended since the last call.
         watch: Observes the run; None: gaps between tokens and KV cache usage.
-        is_decided: Called with each finished request; the run ends when it returns True.
+        is_decided: Called with each request that finished or was given up; the run ends when it returns True, see `Simulation`.
 
     Raises:
         TailcastError: The configuration or trace is invalid, no request fits into the engine, or calls to the

@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,18 @@ from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError
 from scheduler_core.request import Segment
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.clients import ClientPlan
+from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.planning.choices import parse_prices
 from scheduler_core.simulator.planning.config import PlanConfig
 from scheduler_core.simulator.planning.search import Probe, Search, drive, smallest_level
-from scheduler_core.simulator.planning.simulations import measured_from_s
+from scheduler_core.simulator.planning.simulations import TrafficCell, measured_from_s
 from scheduler_core.simulator.planning.targets import MissedTargets, Target
 from scheduler_core.simulator.planning.traffic import Traffic, at_drawn_times, drift, resampled, units_of
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.trace import Trace, waits_for
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import Trace, waits_for, write_trace
 from tests.properties import examples
 from tests.scheduler_core.helpers import trace_row
 
@@ -92,6 +98,34 @@ def test_a_run_is_only_stopped_if_its_target_is_missed_in_the_end(values: list[f
     elif not target.at_least:
         # Linear interpolation may be above the bound although the value below it is not.
         assert target.slack(end) <= 1 or (level is not None and level < 1)
+
+
+def test_a_run_is_stopped_if_more_clients_give_up_than_a_target_allows() -> None:
+    row = trace_row("r0", 0.0, 10, 10)
+    missed = MissedTargets([Target.of("ttft_s.p90<1")], 100, from_s=-1.0)
+    assert not any(missed(row) for _ in range(10))
+    assert not missed(replace(row, arrival_s=-2.0)), "before what is measured"
+    assert missed(row)
+    assert str(missed.missed) == "ttft_s.p90<1"
+
+
+def test_clients_that_give_up_stop_a_run(tmp_path: Path) -> None:
+    log = Trace(tuple([trace_row(f"r{at}", at / 20, 500, 5) for at in range(400)]))
+    write_trace(log, tmp_path / "log.parquet")
+    step_time = LinearStepTime(base_s=0.1, per_prefill_token_s=1e-4, per_decode_s=0.0)
+    config = SimulationConfig(
+        trace=str(tmp_path / "log.parquet"), policy="fcfs", step_time=step_time, clients=ClientPlan(timeout_s=1.0),
+        scheduler=SchedulerConfig(max_num_seqs=4, num_kv_blocks=1000),
+    )  # fmt: skip
+    whole, stopped = (
+        TrafficCell(config, {}, Traffic(), targets).simulate()
+        for targets in ((), (Target.of("ttft_s.p90<2"),))
+    )
+    assert whole.metrics["given_up_fraction"] > 0.5
+    assert "missed" not in whole.metrics
+    assert stopped.metrics["missed"] == "ttft_s.p90<2"
+    assert stopped.metrics["num_failed"] == 41 < whole.metrics["num_failed"]
+    assert stopped.metrics["makespan_s"] < whole.metrics["makespan_s"] / 2
 
 
 @given(st.integers(1, 60), st.integers(1, 80), st.sampled_from([1.25, 2.0]))

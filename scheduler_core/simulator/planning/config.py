@@ -65,7 +65,8 @@ class PlanConfig(ServiceAccess):
     """Routers in front of several replicas. Empty: jsq (least requests), and endpoint_picker (llm-d) if prompts share
     prefixes."""
     prefill_fractions: list[float] = field(default_factory=lambda: [0.0])
-    """Fractions of the replicas that only process prompts (disaggregated serving); 0: none."""
+    """Fractions of the replicas that only process prompts (disaggregated serving); 0: none. Others are tried for devices that miss
+    the targets without, and for the cheapest."""
     ttft_slo_s: float | None = None
     """Goodput: seconds to the first token of requests without their own SLO."""
     tbt_slo_s: float | None = None

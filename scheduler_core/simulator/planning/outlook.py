@@ -109,11 +109,11 @@ def what_if(planner: Planner, one: Candidate) -> list[dict[str, Any]]:
     def search(text: str, scenario: Mapping[str, float]) -> Search[dict[str, Any]]:
         traffic = Traffic(load=scenario.get("traffic", 1.0), outputs=scenario.get("outputs", 1.0))
         failed = int(scenario.get("failed_replicas", 0))
-        left, needs = one.num_replicas - failed, 1
+        left, needs = one.num_replicas - failed, 2 if one.choice.prefill_fraction else 1
         cluster: dict[str, Any] = {}
         if "restart_s" in scenario:
             cluster["failures"] = planner.failures(failed, scenario["restart_s"], traffic)
-            left, needs, failed = one.num_replicas, failed, 0  # they run again
+            left, needs, failed = one.num_replicas, max(needs, failed), 0  # they run again
         metrics, meets = None, False
         if left >= needs:
             cell = planner.cell(one.choice, left, traffic, stop=False, cluster=cluster)

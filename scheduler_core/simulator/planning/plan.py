@@ -19,11 +19,11 @@ from scheduler_core.simulator.planning.outlook import (
     sizes,
     what_if,
 )
-from scheduler_core.simulator.planning.planner import MIN_GAIN, Candidate, Planner, headline
+from scheduler_core.simulator.planning.planner import MIN_GAIN, Candidate, Planner, headline, only
 from scheduler_core.simulator.planning.screening import candidates, screen, tune
 from scheduler_core.simulator.planning.simulations import GIVEN_UP, Simulations
 from scheduler_core.simulator.planning.targets import MAX_GIVEN_UP, Target
-from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
+from scheduler_core.simulator.planning.traffic import Traffic, drift, rate_profile, units_of
 from scheduler_core.simulator.steady_state import MAX_GROWTH, MIN_TURNOVERS
 from scheduler_core.simulator.step_time.accuracy import error_band, region_of
 from scheduler_core.simulator.trace import Trace
@@ -63,11 +63,12 @@ def make_plan(
     planner.route(finished)
     finished.sort(key=lambda one: config.price(one.choice, one.num_replicas))
     best = finished[0]
-    cost = _cost(planner, config.price(best.choice, best.num_replicas))
+    [[fixed]] = planner.run([only([planner.cell(best.choice, best.num_replicas, Traffic(), stop=False)])])
+    cost = _cost(planner, config.price(best.choice, best.num_replicas), fixed["metrics"])
     scaled = autoscale(planner, best)
     lowest = cost
     if scaled is not None and scaled["meets"]:
-        lowest = min(cost, _cost(planner, scaled["price_per_hour"]))
+        lowest = min(cost, _cost(planner, scaled["price_per_hour"], scaled["metrics"]))
     if config.max_cost is not None and lowest > config.max_cost:
         allowed = f"more; the cheapest choice that meets the others, {_bought(best)}, costs {lowest:.3g}"
         raise InputError("target", f"cost_per_million_tokens<{config.max_cost:g}", allowed)
@@ -157,10 +158,10 @@ def _replicas(num: int) -> str:
     return f"{num} replica{'s' * (num > 1)}"
 
 
-def _cost(planner: Planner, price_per_hour: float) -> float:
-    """Price per million output tokens of the log."""
+def _cost(planner: Planner, price_per_hour: float, metrics: Mapping[str, Any]) -> float:
+    """Price per million output tokens of the log, without those of requests that their clients gave up."""
     tokens = sum(row.output_tokens for row in planner.log.requests) / len(planner.log)
-    per_hour = planner.rate_rps * tokens * 3600
+    per_hour = planner.rate_rps * tokens * 3600 * (1.0 - float(metrics.get(GIVEN_UP, 0.0)))
     return price_per_hour / per_hour * 1e6
 
 

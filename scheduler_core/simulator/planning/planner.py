@@ -222,12 +222,17 @@ class Planner:
         return turnovers
 
     def search_replicas(
-        self, choice: Choice, guess: int, traffic: Traffic, cluster: Mapping[str, Any] = _NO_OPTIONS
+        self,
+        choice: Choice,
+        guess: int,
+        traffic: Traffic,
+        cluster: Mapping[str, Any] = _NO_OPTIONS,
+        most: int | None = None,
     ) -> Search[tuple[Probe | None, list[Probe]]]:
-        """The smallest number of replicas that meets the targets with the log itself."""
+        """The smallest number of replicas, of at most `most` (None: max_replicas), that meets the targets with the log itself."""
         levels = self.levels(choice, traffic, cluster=cluster)
         least = max(2 if choice.prefill_fraction else 1, len(cluster.get("failures", ())))
-        limit = self.config.max_replicas
+        limit = self.config.max_replicas if most is None else min(most, self.config.max_replicas)
         return (
             yield from smallest_level(
                 lambda level: probe_level(levels, max(level, least), 1),

@@ -34,6 +34,8 @@ _WAVE, _NUM_FINAL = 3, 3
 _PRECISION = 0.12
 #: Load at which the search for it begins, over the estimated saturation, and the error of that estimate.
 _FIRST_GUESS, _SATURATION_ERROR = 0.7, 1.25
+#: Replicas up to which some for prompts only are tried, over those that the estimated saturation asks for.
+_MOST_SPLIT = 4
 #: Load over the saturation that counts as an idle engine.
 _IDLE = 1 / 64
 #: Sample from which bounds of the latency on an idle engine are computed, and margin for its error.
@@ -180,8 +182,10 @@ def screen(planner: Planner, fitting: Sequence[Candidate]) -> list[Candidate]:
         screened += planner.run([_search_share(planner, one) for one in promising])
         best = min([_price(planner, one, 1 + _PRECISION) for one in screened if one.share], default=math.inf)
     left = [one for one in screened if one.share]
-    for one in screened:
-        if one.share is None:
+    missing = [one for one in screened if one.share is None]
+    for one, splits in zip(missing, _split(planner, missing), strict=True):
+        left += splits
+        if not splits:
             planner.exclude(one.choice, "misses the targets at any load")
     if not left:
         raise _infeasible(planner, screened)
@@ -191,6 +195,22 @@ def screen(planner: Planner, fitting: Sequence[Candidate]) -> list[Candidate]:
         if one not in finals:
             planner.exclude(one.choice, f"needs about {_price(planner, one, 1.0):.2f} per hour")
     return finals
+
+
+def _split(planner: Planner, missing: Sequence[Candidate]) -> list[list[Candidate]]:
+    """For each choice that misses the targets when all replicas do both, those that meet them with replicas for prompts only."""
+
+    def search(one: Candidate, fraction: float) -> Search[list[Candidate]]:
+        choice = replace(one.choice, prefill_fraction=fraction)
+        guess = max(2, math.ceil(1.0 / (_FIRST_GUESS * one.saturation)))
+        best, _ = yield from planner.search_replicas(choice, guess, Traffic(), most=_MOST_SPLIT * guess)
+        if best is None:
+            return []
+        return [Candidate(choice=choice, saturation=one.saturation, share=1.0 / best["level"])]
+
+    fractions = [fraction for fraction in planner.config.prefill_fractions if fraction]
+    found = iter(planner.run([search(one, fraction) for one in missing for fraction in fractions]))
+    return [[split for _ in fractions for split in next(found)] for _ in missing]
 
 
 def _price(planner: Planner, one: Candidate, factor: float) -> float:
@@ -232,6 +252,8 @@ def tune(planner: Planner, fitting: Sequence[Candidate]) -> None:
         [result] = yield [_cell(planner, choice, one.share * (1 + _PRECISION / 2), stop=False)]
         return max(target.slack(value_of(result, target)) for target in planner.targets)
 
+    # One replica cannot tell anything about those with others for prompts only.
+    fitting = [one for one in fitting if not one.choice.prefill_fraction]
     pairs = [(one, choice) for one in fitting for choice in (one.choice, *variants(one.choice, settings))]
     pairs = [(one, choice) for one, choice in pairs if _fits(planner, choice)]
     distances = planner.run([distance(one, choice) for one, choice in pairs])

@@ -9,6 +9,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.ranges import parse_number
 from scheduler_core.simulator.latencies import NAMES
 from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.trace import TraceRequest
 
 #: Cost target, in units of the prices per million output tokens; it is no metric of a simulation.
 COST = "cost_per_million_tokens"
@@ -87,8 +88,8 @@ class Target:
         """Fraction of requests that their clients may give up, because the others can still meet the target; 1 % for a mean or a
         maximum."""
         if self.at_least:
-            return 1.0 - self.bound
-        return MAX_GIVEN_UP if self.level is None else 1.0 - self.level
+            return round(1.0 - self.bound, 12)
+        return MAX_GIVEN_UP if self.level is None else round(1.0 - self.level, 12)
 
     def slack(self, value: float) -> float:
         """How far a value is from the bound: 1 at the bound, below 1 if the target is met."""
@@ -101,23 +102,36 @@ class MissedTargets:
     """Tells during a run whether a target can no longer be met, however the requests end that have not finished.
 
     With n requests, a quantile at level q is certainly above the bound if n - floor(q (n - 1)) finished requests are above it
-    (linear interpolation), a mean if their sum is above n times the bound. Gaps between all tokens (tbt_s) are not counted,
-    nor are arrivals before `from_s`.
+    (linear interpolation), a mean if their sum is above n times the bound. More requests may be given up by their clients than
+    the target allows (`Target.max_given_up`). Gaps between all tokens (tbt_s) are not counted, nor are arrivals before `from_s`.
     """
 
     def __init__(self, targets: Iterable[Target], num_requests: int, from_s: float = -math.inf) -> None:
         self._num = num_requests
         self._from_s = from_s
-        self._targets = [target for target in targets if target.head not in (COST, "tbt_s", "slowdown")]
+        self._all = tuple(targets)
+        self._num_given_up = 0
+        self._targets = [target for target in self._all if target.head not in (COST, "tbt_s", "slowdown")]
         self._above = [0] * len(self._targets)
         self._sums = [0.0] * len(self._targets)
         #: The first target that is missed.
         self.missed: Target | None = None
 
-    def __call__(self, record: RequestRecord) -> bool:
-        """Counts a finished request; returns whether a target is missed."""
-        if record.arrival_s < self._from_s:
+    def __call__(self, ended: RequestRecord | TraceRequest) -> bool:
+        """Counts a finished request, or the row of one that was given up; returns whether a target is missed."""
+        if ended.arrival_s < self._from_s:
             return False
+        return self._finished(ended) if isinstance(ended, RequestRecord) else self._given_up()
+
+    def _given_up(self) -> bool:
+        self._num_given_up += 1
+        for target in self._all:
+            if self._num_given_up > target.max_given_up * self._num:
+                self.missed = target
+                return True
+        return False
+
+    def _finished(self, record: RequestRecord) -> bool:
         for index, target in enumerate(self._targets):
             if target.at_least:
                 self._above[index] += not _meets_slo(record)
