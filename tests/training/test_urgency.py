@@ -128,6 +128,9 @@ def test_claims_that_are_half_believed_raise_the_threshold():
     assert 0 < certified.jumps["bound"] <= certified.jumps["allowed_rate"]
     believed = ClaimRows(plain=claims.plain, claimed=sure(top, 0.95), tiers=tiers)
     assert choose_threshold(rows, true, claims=believed).threshold == 1
+    # Of a predictor that is sure of nearly all, what it is surest of: no chain began above 0.9.
+    surest = ClaimRows(plain=sure(tiers, 0.99), claimed=sure(top, 0.93), tiers=tiers)
+    assert choose_threshold(sure(true, 0.99), true, claims=surest).threshold == 0.94
 
 
 def loud(texts):
