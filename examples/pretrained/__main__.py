@@ -117,7 +117,9 @@ def pretrained(config: PretrainedConfig) -> None:
     if config.predictor == "minilm":
         steps.quantize()
         start = "checkpoint" if config.continued else "encoder" if previous else None
-        training_text = training_sentences(start=start, distilled=config.teacher is not None)
+        training_text = training_sentences(
+            start=start, distilled=config.teacher is not None, share=config.share
+        )
         steps.evaluate(steps.int8, ["--compare+", f"float32={out / 'artifact'}"], training_text)
     else:
         steps.evaluate(out / "artifact", [], "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from examples.pretrained.amounts import NUM_PROMPTS
 from examples.pretrained.prepare import CHOICE, FAMILIES, FAMILY_STEP, SET_ASIDE, SOURCES
 from examples.pretrained.unseen import SourceScores, markdown
 from predictors.runtime import open_runtime
@@ -30,16 +31,18 @@ _BUILT = {
         "SmolLM2-135M-Instruct",
     ),
 }
-#: What training started from -> sentence, and the second teacher.
+#: What training started from -> sentence, the second teacher, and what learned from the teachers.
 _STARTS = {
     "encoder": (
         " Training started from the encoder of the previous version, whose own training started from all-MiniLM-L6-v2.",
         "the previous version",
+        "it is",
     ),
     "checkpoint": (
-        " Training continued the checkpoint of the previous version, on 40 % of the prompts and all that have options of reasoning or formats; "
-        "that of the first version had started from all-MiniLM-L6-v2.",
-        "an earlier version",
+        " Training continued the checkpoint of the previous version, with {part}; that of the first version had started "
+        "from all-MiniLM-L6-v2.",
+        "a version before",
+        "earlier versions were",
     ),
 }
 _OPTIONS = (
@@ -47,8 +50,8 @@ _OPTIONS = (
     "Their lengths are the true ones times factors that few sets show, or follow the limits of the format (`examples.pretrained.options`)."
 )
 _DISTILLED = (
-    " In addition to true lengths it is trained on predictions for the shorter training prompts and for prompts composed of pieces of "
-    "training prompts (distillation): {teachers}. 8,000 composed prompts ask for an amount of output (words, items, sentences, pages, "
+    " In addition to true lengths {learner} trained on predictions for the shorter training prompts and for prompts composed of pieces of "
+    "training prompts (distillation): {teachers}. {num:,} composed prompts ask for an amount of output (words, items, sentences, pages, "
     "yes or no, in brief, ...) in English, German, Spanish, Japanese and Chinese; their lengths are predictions of tailcast-smollm2 moved "
     "towards the length that the amount implies (`examples.pretrained.amounts`)."
 )
@@ -149,16 +152,21 @@ def card(
     return text
 
 
-def training_sentences(*, start: str | None, distilled: bool) -> str:
+def training_sentences(*, start: str | None, distilled: bool, share: float = 1.0) -> str:
     """Sentences of the card on the training of tailcast-minilm.
 
     Args:
         start: What of an earlier version it started from: its encoder, its checkpoint, or nothing.
         distilled: Whether it learns a teacher's predictions, to which those of the earlier version are then added.
+        share: Of the prompts, if a checkpoint was continued.
     """
-    sentence, second = _STARTS[start] if start else ("", "")
+    sentence, second, learner = _STARTS[start] if start else ("", "", "it is")
+    part = "all prompts"
+    if share < 1:
+        part = f"{share:.0%} of the prompts and all that have options of reasoning or formats"
     teachers = f"the weighted means of {_TEACHER} and of {second}" if start else _TEACHER
-    return sentence + (_DISTILLED.format(teachers=teachers) if distilled else "") + _OPTIONS
+    taught = _DISTILLED.format(learner=learner, teachers=teachers, num=NUM_PROMPTS) if distilled else ""
+    return sentence.format(part=part) + taught + _OPTIONS
 
 
 def scores_table(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:

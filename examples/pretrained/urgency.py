@@ -37,7 +37,11 @@ from training.urgency.abstention import Predict
 from training.urgency.evaluation import cell_of, open_urgency
 
 NAME = "tailcast-urgency"
-RECIPE = Path(__file__).with_suffix(".yaml")
+#: Encoder -> options of `train`.
+RECIPES = {
+    "minilm": Path(__file__).with_suffix(".yaml"),
+    "smollm2": Path(__file__).with_name("urgency_smollm2.yaml"),
+}
 #: File -> sources and splits of its texts.
 TEXTS = {
     "train": ("llm,quiet,extra", "train"),
@@ -50,8 +54,6 @@ PHRASES = ("--augment_claims", "2", "--augment_openers", "1")
 MAX_TOKENS = 256
 #: Number of layers of MiniLM, of 6: later ones know less of urgency.
 LAYERS = 3
-#: Encoder -> poolings of its states.
-POOLINGS = {"minilm": ("mean",), "smollm2": ("mean", "last")}
 #: Number of texts for the scale of a language model's states, and for the ranges of int8.
 NUM_SCALE_TEXTS, NUM_INT8_TEXTS = 150, 128
 #: Columns of the evaluation in the card.
@@ -65,7 +67,7 @@ OTHERS = {
 NUM_OTHERS = 1000
 CARD = """# tailcast-urgency
 
-Predicts the urgency of a request to an LLM from its text: the probabilities of [five levels](../../docs/urgency.md), from emergency to background, and an abstention where they are too uncertain. The first {layers} layers of all-MiniLM-L6-v2, unchanged but for a standardizing last norm, and a head with one hidden layer; int8; texts up to {max_length} tokens, the middle of longer ones is dropped. {megabytes:.1f} MB. A prediction takes {milliseconds:.2f} ms of CPU time in the median over the test texts, and one of tailcast-minilm {other_milliseconds:.2f} ms on the same texts. Its name is `urgency`; `pretrained+urgency` predicts length and urgency.
+Predicts the urgency of a request to an LLM from its text: the probabilities of [five levels](../../docs/urgency.md), from emergency to background, and an abstention where they are too uncertain. The first {layers} layers of all-MiniLM-L6-v2 and a head with one hidden layer, trained together; int8; texts up to {max_length} tokens, the middle of longer ones is dropped. {megabytes:.1f} MB. A prediction takes {milliseconds:.2f} ms of CPU time in the median over the test texts, and one of tailcast-minilm {other_milliseconds:.2f} ms on the same texts. Its name is `urgency`; `pretrained+urgency` predicts length and urgency.
 
 **This is not a medical device.** Do not use it for decisions about the care of a person.
 
@@ -97,7 +99,7 @@ class UrgencyRecipeConfig:
     data: str | None = None
     """Folder with urgency/support_tickets.parquet and urgency/seamonkey_bug_priority.parquet, for the evaluation in the card; unset: without it."""
     encoder: Literal["minilm", "smollm2"] = "minilm"
-    """minilm: the artifact `urgency`; smollm2: on 18 layers of a language model, better and slower."""
+    """minilm: the artifact `urgency`; smollm2: a head on 18 layers of a language model, slower."""
     out: str = "out/urgency"
     """Folder for all results, in a folder of the encoder's name; finished steps are kept."""
     compare: tuple[str, ...] = ()
@@ -131,9 +133,9 @@ def urgency(config: UrgencyRecipeConfig) -> None:
             write_language_model(out / "encoder", plain[:NUM_SCALE_TEXTS])
     if not (out / "checkpoint").is_dir():
         shell.run("train", [
-            "train", "--config", RECIPE, "--encoder", out / "encoder", "--urgency_data", texts["train"],
-            "--urgency_validation", texts["validation"], "--out", out / "checkpoint",
-            "--pooling", json.dumps(POOLINGS[config.encoder]), *config.train_options,
+            "train", "--config", RECIPES[config.encoder], "--encoder", out / "encoder", "--urgency_data", texts["train"],
+            "--urgency_validation", texts["validation"], "--out", out / "checkpoint", "--progress", "false",
+            *config.train_options,
         ])  # fmt: skip
     artifact = out / "float32"
     if not artifact.is_dir():
