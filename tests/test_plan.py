@@ -246,6 +246,10 @@ def test_replicas_for_prompts_only_meet_what_others_miss_at_any_load(tmp_path: P
     target = "itl_s.max<0.05"
     with pytest.raises(InputError, match=r"tbt_s\.max is .* at low load"):
         tailcast.plan(tmp_path / "log.parquet", target, **options)
+    with pytest.raises(InputError, match=r"tbt_s\.max is .* at low load"):
+        tailcast.plan(
+            tmp_path / "log.parquet", target, prefill_fractions=[0.5], **options | {"max_replicas": 1}
+        )
     scenarios = ["failed_replicas=1"]
     content = tailcast.plan(
         tmp_path / "log.parquet", target, prefill_fractions=[0.0, 0.5], what_if=scenarios, **options

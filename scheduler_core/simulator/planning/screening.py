@@ -208,7 +208,8 @@ def _split(planner: Planner, missing: Sequence[Candidate]) -> list[list[Candidat
             return []
         return [Candidate(choice=choice, saturation=one.saturation, share=1.0 / best["level"])]
 
-    fractions = [fraction for fraction in planner.config.prefill_fractions if fraction]
+    config = planner.config
+    fractions = [fraction for fraction in config.prefill_fractions if fraction and config.max_replicas > 1]
     found = iter(planner.run([search(one, fraction) for one in missing for fraction in fractions]))
     return [[split for _ in fractions for split in next(found)] for _ in missing]
 
