@@ -65,9 +65,14 @@ OTHERS = {
 }
 #: Maximum number of texts of each file.
 NUM_OTHERS = 1000
+#: Encoder -> architecture, for the card.
+BUILT = {
+    "minilm": f"The first {LAYERS} layers of all-MiniLM-L6-v2 and a head with one hidden layer, trained together; int8",
+    "smollm2": "A head with one hidden layer on the first 18 layers of SmolLM2-135M-Instruct, which are not trained; single precision",
+}
 CARD = """# tailcast-urgency
 
-Predicts the urgency of a request to an LLM from its text: the probabilities of [five levels](../../docs/urgency.md), from emergency to background, and an abstention where they are too uncertain. The first {layers} layers of all-MiniLM-L6-v2 and a head with one hidden layer, trained together; int8; texts up to {max_length} tokens, the middle of longer ones is dropped. {megabytes:.1f} MB. A prediction takes {milliseconds:.2f} ms of CPU time in the median over the test texts, and one of tailcast-minilm {other_milliseconds:.2f} ms on the same texts. Its name is `urgency`; `pretrained+urgency` predicts length and urgency.
+Predicts the urgency of a request to an LLM from its text: the probabilities of [five levels](../../docs/urgency.md), from emergency to background, and an abstention where they are too uncertain. {built}; texts up to {max_length} tokens, the middle of longer ones is dropped. {megabytes:.1f} MB. A prediction takes {milliseconds:.2f} ms of CPU time in the median over the test texts, and one of tailcast-minilm {other_milliseconds:.2f} ms on the same texts. Its name is `urgency`; `pretrained+urgency` predicts length and urgency.
 
 **This is not a medical device.** Do not use it for decisions about the care of a person.
 
@@ -157,7 +162,7 @@ def urgency(config: UrgencyRecipeConfig) -> None:
     threshold = content["abstention"]["threshold"]
     if manifest.abstain_threshold != threshold:
         write_manifest(artifact, manifest.model_copy(update={"abstain_threshold": threshold}))
-    (out / "URGENCY.md").write_text(card(artifact, content, texts["all"], config.data), encoding="utf-8")
+    (out / "URGENCY.md").write_text(card(artifact, content, texts["all"], config), encoding="utf-8")
     if config.install and config.encoder == "minilm":
         target = FOLDERS[URGENCY]
         shutil.rmtree(target, ignore_errors=True)
@@ -209,7 +214,7 @@ def quantize(artifact: Path, out: Path, texts: Sequence[str]) -> None:
         write_manifest(folder, manifest.model_copy(update=changes))
 
 
-def card(artifact: Path, evaluation: Mapping[str, Any], texts: Path, data: str | None) -> str:
+def card(artifact: Path, evaluation: Mapping[str, Any], texts: Path, config: UrgencyRecipeConfig) -> str:
     """The card of an artifact whose threshold is that of the evaluation."""
     labels = read_labels(texts)
     test = [label for label in labels if label.split == "test"]
@@ -219,7 +224,7 @@ def card(artifact: Path, evaluation: Mapping[str, Any], texts: Path, data: str |
     rows = {NAME: evaluation, **{f"{one['name']}": one for one in evaluation["compared"]}}
     rows |= {name.replace("_", " "): one for name, one in evaluation["baselines"].items()}
     return CARD.format(
-        layers=LAYERS,
+        built=BUILT[config.encoder],
         max_length=manifest.max_length,
         megabytes=sum(file.stat().st_size for file in artifact.iterdir()) / 1e6,
         milliseconds=times[0],
@@ -236,8 +241,8 @@ def card(artifact: Path, evaluation: Mapping[str, Any], texts: Path, data: str |
         quiet=100 * evaluation["quiet_emergencies_found"]["value"],
         languages=language_rows(test, predict, manifest.abstain_threshold),
         others=""
-        if data is None
-        else other_texts(Path(data) / "urgency", predict, manifest.abstain_threshold),
+        if config.data is None
+        else other_texts(Path(config.data) / "urgency", predict, manifest.abstain_threshold),
     )
 
 
