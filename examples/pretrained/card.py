@@ -39,9 +39,9 @@ _STARTS = {
         "it is",
     ),
     "checkpoint": (
-        " Training continued the checkpoint of the previous version, with {part}; that of the first version had started "
+        " Training continued the checkpoint of the previous version, on {part}; that of the first version had started "
         "from all-MiniLM-L6-v2.",
-        "a version before",
+        "their predecessors",
         "earlier versions were",
     ),
 }
@@ -50,7 +50,7 @@ _OPTIONS = (
     "Their lengths are the true ones times factors that few sets show, or follow the limits of the format (`examples.pretrained.options`)."
 )
 _DISTILLED = (
-    " In addition to true lengths {learner} trained on predictions for the shorter training prompts and for prompts composed of pieces of "
+    " In addition to true lengths, {learner} trained on predictions for the shorter training prompts and for prompts composed of pieces of "
     "training prompts (distillation): {teachers}. {num:,} composed prompts ask for an amount of output (words, items, sentences, pages, "
     "yes or no, in brief, ...) in English, German, Spanish, Japanese and Chinese; their lengths are predictions of tailcast-smollm2 moved "
     "towards the length that the amount implies (`examples.pretrained.amounts`)."
@@ -158,7 +158,7 @@ def training_sentences(*, start: str | None, distilled: bool, share: float = 1.0
     Args:
         start: What of an earlier version it started from: its encoder, its checkpoint, or nothing.
         distilled: Whether it learns a teacher's predictions, to which those of the earlier version are then added.
-        share: Of the prompts, if a checkpoint was continued.
+        share: Share of the prompts of a continued training.
     """
     sentence, second, learner = _STARTS[start] if start else ("", "", "it is")
     part = "all prompts"

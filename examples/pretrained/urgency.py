@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from data_gen.urgency.labels import LabeledText, read_labels
-from examples.pretrained.language_model import write_encoder as write_language_model
+from examples.pretrained import language_model
 from examples.pretrained.minilm import write_encoder as write_minilm
 from examples.shell import Shell
 from export.passes.graph import save
@@ -52,7 +52,7 @@ TEXTS = {
 PHRASES = ("--augment_claims", "2", "--augment_openers", "1")
 #: Maximum number of tokens of a text whose states are standardized.
 MAX_TOKENS = 256
-#: Number of layers of MiniLM, of 6: later ones know less of urgency.
+#: Number of layers of MiniLM, of 6.
 LAYERS = 3
 #: Number of texts for the scale of a language model's states, and for the ranges of int8.
 NUM_SCALE_TEXTS, NUM_INT8_TEXTS = 150, 128
@@ -68,7 +68,7 @@ NUM_OTHERS = 1000
 #: Encoder -> architecture, for the card.
 BUILT = {
     "minilm": f"The first {LAYERS} layers of all-MiniLM-L6-v2 and a head with one hidden layer, trained together; int8",
-    "smollm2": "A head with one hidden layer on the first 18 layers of SmolLM2-135M-Instruct, which are not trained; single precision",
+    "smollm2": f"A head with one hidden layer on the first {language_model.LAYERS} layers of SmolLM2-135M-Instruct, which are not trained; single precision",
 }
 CARD = """# tailcast-urgency
 
@@ -135,7 +135,7 @@ def urgency(config: UrgencyRecipeConfig) -> None:
         if config.encoder == "minilm":
             write_first_layers(out / "encoder", plain)
         else:
-            write_language_model(out / "encoder", plain[:NUM_SCALE_TEXTS])
+            language_model.write_encoder(out / "encoder", plain[:NUM_SCALE_TEXTS])
     if not (out / "checkpoint").is_dir():
         shell.run("train", [
             "train", "--config", RECIPES[config.encoder], "--encoder", out / "encoder", "--urgency_data", texts["train"],

@@ -544,6 +544,7 @@ class Simulation:
         self._end_request(row, now)
 
     def _decide(self, ended: RequestRecord | TraceRequest) -> None:
+        """Ends the run if a request that has finished or was given up decides it."""
         if self._is_decided is not None and self._is_decided(ended):
             self._stop_after = max(1, len(self._outcome.records))
 
@@ -661,14 +662,15 @@ class Simulation:
         )
         self._lose(name, reason, now)
 
-    def _lose(self, name: str, reason: str, now: float) -> None:
-        """Ends a request that has failed."""
+    def _lose(self, name: str, reason: str, now: float) -> TraceRequest:
+        """Ends a request that has failed; its row."""
         row, outcome = self._leave_system(name), self._outcome
         self._corrected.pop(name, None)
         outcome.failed[name] = reason
         outcome.unserved.append(row)
         outcome.failed_seconds += now - row.arrival_s
         self._end_request(row, now)
+        return row
 
     def _leave_system(self, name: str) -> TraceRequest:
         """Forgets a request that ends; its row, with the time at which it was sent first."""
@@ -720,8 +722,7 @@ class Simulation:
             return
         outcome.num_given_up += 1
         retries = f" after {num} {'retry' if num == 1 else 'retries'}" if num else ""
-        self._lose(name, f"{GAVE_UP}{retries}", now)
-        self._decide(outcome.unserved[-1])
+        self._decide(self._lose(name, f"{GAVE_UP}{retries}", now))
 
     def _migrated(self, name: str, now: float) -> None:
         """Delivers the prediction of a request that waited for the end of its migration."""

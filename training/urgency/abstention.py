@@ -33,7 +33,7 @@ from training.urgency.metrics import upper_bound
 #: N texts -> probabilities [N, K], the most urgent level first.
 Predict = Callable[[Sequence[str]], NDArray[np.float64]]
 Risk = Literal["under-triage", "wrong"]
-#: The first is for predictors that are seldom below 0.9.
+#: Strictest threshold of each chain; the first is for predictors that are seldom less sure than 0.9.
 CHAIN_STARTS = (0.98, 0.9, 0.75, 0.6, 0.45)
 STEP = 0.01
 

@@ -44,9 +44,8 @@ def autoscale(planner: Planner, one: Candidate) -> dict[str, Any] | None:
     config = planner.config
     if config.min_replicas is None or autoscaling_problem(planner, one) is not None:
         return None
-    [[fixed]] = planner.run([only([planner.cell(one.choice, one.num_replicas, Traffic(), stop=False)])])
     _, rates = rate_profile(planner.log, _BINS)
-    per_replica = fixed["metrics"]["mean_requests_in_system"] / one.num_replicas
+    per_replica = planner.metrics_of(one)["mean_requests_in_system"] / one.num_replicas
     busiest = per_replica * max(rates) / planner.rate_rps
     largest = min(config.max_replicas, math.ceil(_MAX_RATIO * one.num_replicas))
 

@@ -65,8 +65,8 @@ class PlanConfig(ServiceAccess):
     """Routers in front of several replicas. Empty: jsq (least requests), and endpoint_picker (llm-d) if prompts share
     prefixes."""
     prefill_fractions: list[float] = field(default_factory=lambda: [0.0])
-    """Fractions of the replicas that only process prompts (disaggregated serving); 0: none. Others are tried for devices that miss
-    the targets without, and for the cheapest."""
+    """Fractions of the replicas that only process prompts (disaggregated serving); 0: none. The others
+    are tried for choices that miss the targets without, and where fewer replicas may then be enough."""
     ttft_slo_s: float | None = None
     """Goodput: seconds to the first token of requests without their own SLO."""
     tbt_slo_s: float | None = None

@@ -19,11 +19,11 @@ from scheduler_core.simulator.planning.outlook import (
     sizes,
     what_if,
 )
-from scheduler_core.simulator.planning.planner import MIN_GAIN, Candidate, Planner, headline, only
+from scheduler_core.simulator.planning.planner import MIN_GAIN, Candidate, Planner, headline
 from scheduler_core.simulator.planning.screening import candidates, screen, tune
 from scheduler_core.simulator.planning.simulations import GIVEN_UP, Simulations
 from scheduler_core.simulator.planning.targets import MAX_GIVEN_UP, Target
-from scheduler_core.simulator.planning.traffic import Traffic, drift, rate_profile, units_of
+from scheduler_core.simulator.planning.traffic import drift, rate_profile, units_of
 from scheduler_core.simulator.steady_state import MAX_GROWTH, MIN_TURNOVERS
 from scheduler_core.simulator.step_time.accuracy import error_band, region_of
 from scheduler_core.simulator.trace import Trace
@@ -63,8 +63,7 @@ def make_plan(
     planner.route(finished)
     finished.sort(key=lambda one: config.price(one.choice, one.num_replicas))
     best = finished[0]
-    [[fixed]] = planner.run([only([planner.cell(best.choice, best.num_replicas, Traffic(), stop=False)])])
-    cost = _cost(planner, config.price(best.choice, best.num_replicas), fixed["metrics"])
+    cost = _cost(planner, config.price(best.choice, best.num_replicas), planner.metrics_of(best))
     scaled = autoscale(planner, best)
     lowest = cost
     if scaled is not None and scaled["meets"]:

@@ -221,6 +221,13 @@ class Planner:
             self.num_repeats = math.ceil(1.2 * MIN_TURNOVERS / turnovers)
         return turnovers
 
+    def metrics_of(self, one: Candidate) -> Mapping[str, Any]:
+        """Metrics of a choice with its replicas at the load of the log."""
+        cell = self.cell(one.choice, one.num_replicas, Traffic(), stop=False)
+        [[result]] = self.run([only([cell])])
+        metrics: Mapping[str, Any] = result["metrics"]
+        return metrics
+
     def search_replicas(
         self,
         choice: Choice,

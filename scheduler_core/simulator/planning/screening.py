@@ -34,8 +34,8 @@ _WAVE, _NUM_FINAL = 3, 3
 _PRECISION = 0.12
 #: Load at which the search for it begins, over the estimated saturation, and the error of that estimate.
 _FIRST_GUESS, _SATURATION_ERROR = 0.7, 1.25
-#: Replicas up to which some for prompts only are tried, over those that the estimated saturation asks for.
-_MOST_SPLIT = 4
+#: Most replicas that are tried with some for prompts only, over the number that the estimated saturation asks for.
+_MAX_OVER_GUESS = 4
 #: Load over the saturation that counts as an idle engine.
 _IDLE = 1 / 64
 #: Sample from which bounds of the latency on an idle engine are computed, and margin for its error.
@@ -183,9 +183,9 @@ def screen(planner: Planner, fitting: Sequence[Candidate]) -> list[Candidate]:
         best = min([_price(planner, one, 1 + _PRECISION) for one in screened if one.share], default=math.inf)
     left = [one for one in screened if one.share]
     missing = [one for one in screened if one.share is None]
-    for one, splits in zip(missing, _split(planner, missing), strict=True):
-        left += splits
-        if not splits:
+    for one, others in zip(missing, _with_prefill_replicas(planner, missing), strict=True):
+        left += others
+        if not others:
             planner.exclude(one.choice, "misses the targets at any load")
     if not left:
         raise _infeasible(planner, screened)
@@ -197,21 +197,21 @@ def screen(planner: Planner, fitting: Sequence[Candidate]) -> list[Candidate]:
     return finals
 
 
-def _split(planner: Planner, missing: Sequence[Candidate]) -> list[list[Candidate]]:
+def _with_prefill_replicas(planner: Planner, missing: Sequence[Candidate]) -> list[list[Candidate]]:
     """For each choice that misses the targets when all replicas do both, those that meet them with replicas for prompts only."""
 
-    def search(one: Candidate, fraction: float) -> Search[list[Candidate]]:
+    def search(one: Candidate, fraction: float) -> Search[Candidate | None]:
         choice = replace(one.choice, prefill_fraction=fraction)
         guess = max(2, math.ceil(1.0 / (_FIRST_GUESS * one.saturation)))
-        best, _ = yield from planner.search_replicas(choice, guess, Traffic(), most=_MOST_SPLIT * guess)
+        best, _ = yield from planner.search_replicas(choice, guess, Traffic(), most=_MAX_OVER_GUESS * guess)
         if best is None:
-            return []
-        return [Candidate(choice=choice, saturation=one.saturation, share=1.0 / best["level"])]
+            return None
+        return Candidate(choice=choice, saturation=one.saturation, share=1.0 / best["level"])
 
     config = planner.config
     fractions = [fraction for fraction in config.prefill_fractions if fraction and config.max_replicas > 1]
-    found = iter(planner.run([search(one, fraction) for one in missing for fraction in fractions]))
-    return [[split for _ in fractions for split in next(found)] for _ in missing]
+    results = iter(planner.run([search(one, fraction) for one in missing for fraction in fractions]))
+    return [[other for _ in fractions if (other := next(results)) is not None] for _ in missing]
 
 
 def _price(planner: Planner, one: Candidate, factor: float) -> float:

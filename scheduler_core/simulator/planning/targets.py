@@ -87,9 +87,8 @@ class Target:
     def max_given_up(self) -> float:
         """Fraction of requests that their clients may give up, because the others can still meet the target; 1 % for a mean or a
         maximum."""
-        if self.at_least:
-            return round(1.0 - self.bound, 12)
-        return MAX_GIVEN_UP if self.level is None else round(1.0 - self.level, 12)
+        level = self.bound if self.at_least else self.level
+        return MAX_GIVEN_UP if level is None else round(1.0 - level, 12)  # 1 - 0.9 is below 0.1
 
     def slack(self, value: float) -> float:
         """How far a value is from the bound: 1 at the bound, below 1 if the target is met."""
@@ -102,8 +101,9 @@ class MissedTargets:
     """Tells during a run whether a target can no longer be met, however the requests end that have not finished.
 
     With n requests, a quantile at level q is certainly above the bound if n - floor(q (n - 1)) finished requests are above it
-    (linear interpolation), a mean if their sum is above n times the bound. More requests may be given up by their clients than
-    the target allows (`Target.max_given_up`). Gaps between all tokens (tbt_s) are not counted, nor are arrivals before `from_s`.
+    (linear interpolation), a mean if their sum is above n times the bound. Any target is missed once clients have given
+    up more requests than it allows (`Target.max_given_up`). Gaps between all tokens (tbt_s) are not counted, nor are arrivals
+    before `from_s`.
     """
 
     def __init__(self, targets: Iterable[Target], num_requests: int, from_s: float = -math.inf) -> None:
