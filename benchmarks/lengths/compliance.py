@@ -1,26 +1,35 @@
 """How far models follow the amount that a prompt asks for: by unit, the slope of ln(output tokens) on ln(amount), and
 tokens per unit. Slope 1: the length is proportional to the amount; 0: it does not depend on it.
 
-    python -m benchmarks.lengths.compliance DATA
+    python -m benchmarks.lengths.compliance DATA [--sampled SAMPLES]
+    python -m benchmarks.lengths.compliance --prompts FILE
 
 Prompts are those whose amount `requested_amount` finds, of at most `MAX_CHARACTERS` characters, without code. A prompt counts
 once per served model, with the mean of ln(tokens) of its samples; slopes are within the served model. Alpaca 52k is only
 measured: its licence forbids to ship what was trained on it.
+
+--prompts writes tasks that occur with several amounts each, for `gen-samples`; --sampled adds what a model answered to them:
+there slopes are within the task, so that they show the amount's effect alone.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from benchmarks.shared.command import Parser
+from examples.pretrained.amounts import composed_prompts
 from examples.pretrained.prepare import CASTILLO_LIMIT
 from scheduler_core.prediction.requested_amount import RequestedAmount, requested_amount
 
 #: Longer prompts mostly contain texts or problems whose numbers do not ask for an amount.
 MAX_CHARACTERS = 700
+#: Units and number of the tasks of --prompts, each with at least `MIN_AMOUNTS` amounts.
+SAMPLED_UNITS, NUM_TASKS, MIN_AMOUNTS = ("words", "sentences", "items"), 12, 3
 SOURCES = (
     "ai_independence_bench",
     "atlas",
@@ -74,6 +83,32 @@ def with_amounts(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def counterfactual_prompts(seed: int) -> pd.DataFrame:
+    """Tasks of our own wording in ASCII, most of them English, with several amounts each, `NUM_TASKS` for each unit: prompt,
+    category (the task)."""
+    composed = composed_prompts({}, 4_000, np.random.default_rng(seed))
+    plain = [each for each in composed if not each.system and not each.bound and each.text.isascii()]
+    rows = with_amounts(
+        pd.DataFrame({"prompt": [each.text for each in plain], "task": [each.task for each in plain]})
+    )
+    rows = rows[rows.unit.isin(SAMPLED_UNITS)]
+    rows = rows[rows.groupby("task").log_amount.transform("nunique") >= MIN_AMOUNTS]
+    order = rows.groupby("unit").task.transform(lambda tasks: pd.factorize(tasks)[0])
+    return rows[order < NUM_TASKS].assign(category=lambda chosen: "task " + chosen.task.astype(str))
+
+
+def sampled_lengths(file: Path) -> pd.DataFrame:
+    """Rows as of `lengths` for the finished samples of counterfactual prompts; model: with the task."""
+    rows = pd.read_parquet(file, columns=["prompt", "category", "model", "output_tokens", "finish_reason"])
+    rows = rows[rows.finish_reason == "stop"]
+    rows = rows.assign(
+        source="sampled/" + rows.model,
+        model=rows.model + ", " + rows.category,
+        log_tokens=np.log(rows.output_tokens),
+    )
+    return rows.groupby(["source", "prompt", "model"], as_index=False).log_tokens.mean()
+
+
 def slope(rows: pd.DataFrame) -> tuple[float, float]:
     """Slope of log_tokens on log_amount within served models, and its standard error by prompts (each prompt once)."""
     centred = rows[["log_tokens", "log_amount"]] - rows.groupby("model")[
@@ -88,8 +123,22 @@ def slope(rows: pd.DataFrame) -> tuple[float, float]:
     return value, float(np.sqrt(((y - value * x) @ (y - value * x)) / (len(x) - 2) / squares))
 
 
-def main() -> None:
-    rows = with_amounts(lengths(Path(sys.argv[1])))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table, or writes the prompts."""
+    parser = Parser(__doc__)
+    parser.add_argument("data", type=Path, nargs="?")
+    parser.add_argument("--sampled", type=Path)
+    parser.add_argument("--prompts", type=Path)
+    options = parser.parse_args(arguments)
+    if options.prompts is not None:
+        counterfactual_prompts(seed=0)[["prompt", "category"]].to_parquet(options.prompts, index=False)
+        return 0
+    tables = [] if options.data is None else [lengths(options.data)]
+    if options.sampled is not None:
+        tables.append(sampled_lengths(options.sampled))
+    if not tables:
+        parser.error("name DATA, --sampled or --prompts")
+    rows = with_amounts(pd.concat(tables, ignore_index=True))
     print("| source | unit | prompts | models | amounts (10, 50, 90 %) | slope | tokens per unit |")
     print("|---|---|---:|---:|---:|---:|---:|")
     for (source, unit), part in rows.groupby(["source", "unit"]):
@@ -105,7 +154,8 @@ def main() -> None:
             f"| {source} | {unit} | {part.prompt.nunique()} | {part.model.nunique()} | {amounts} | "
             f"{value:.2f} ± {error:.2f} | {tokens:.1f} |"
         )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

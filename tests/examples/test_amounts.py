@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from benchmarks.lengths import compliance
 from benchmarks.lengths.compliance import slope, with_amounts
 from examples.pretrained import amounts
 from examples.pretrained.amounts import (
@@ -135,3 +136,31 @@ def test_compliance_is_the_slope_within_a_served_model() -> None:
     value, error = slope(requests)
     assert value == pytest.approx(0.5)
     assert error < 1e-6
+
+
+def test_the_slope_of_sampled_answers_is_within_the_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.parquet"
+    assert compliance.main(["--prompts", str(file)]) == 0
+    prompts = pd.read_parquet(file)
+    assert prompts.groupby("category").size().between(compliance.MIN_AMOUNTS, 5).all()
+    requests = with_amounts(prompts)
+    tasks = requests.groupby("unit").category.nunique()
+    assert tasks.to_dict() == dict.fromkeys(compliance.SAMPLED_UNITS, compliance.NUM_TASKS)
+
+    # Longer tasks ask for less, but within a task the length is the square root of the amount.
+    task = requests.groupby("category").log_amount.transform("mean")
+    log_tokens = 6 + 0.5 * (requests.log_amount - task) - task
+    samples = requests.assign(
+        model="m", finish_reason="stop", output_tokens=(1e6 * np.exp(log_tokens)).astype(int)
+    )
+    cut = samples.assign(finish_reason="length", output_tokens=1)
+    pd.concat([samples, cut]).to_parquet(tmp_path / "samples.parquet")
+    assert compliance.main(["--sampled", str(tmp_path / "samples.parquet")]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "sampled/m" in line]
+    assert len(rows) == len(compliance.SAMPLED_UNITS)
+    assert all(row[5].startswith("0.50 ± 0.00") for row in rows)
+
+    with pytest.raises(SystemExit):
+        compliance.main([])
