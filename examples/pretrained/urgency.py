@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import onnx_ir as ir
 import pandas as pd
 import torch
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from scipy.stats import kendalltau
 from data_gen.urgency.labels import LabeledText, read_labels
 from examples.pretrained import language_model
 from examples.pretrained.minilm import write_encoder as write_minilm
+from examples.pretrained.token_pairs import add_token_pairs, fitted
 from examples.shell import Shell
 from export.passes.graph import save
 from export.variants.build import build_variant
@@ -67,7 +69,7 @@ OTHERS = {
 NUM_OTHERS = 1000
 #: Encoder -> architecture, for the card.
 BUILT = {
-    "minilm": f"The first {LAYERS} layers of all-MiniLM-L6-v2 and a head with one hidden layer, trained together; int8",
+    "minilm": f"The geometric mean of two predictions: by the first {LAYERS} layers of all-MiniLM-L6-v2 and a head with one hidden layer, trained together, int8; and by a logistic regression on tokens and pairs of neighboring tokens",
     "smollm2": f"A head with one hidden layer on the first {language_model.LAYERS} layers of SmolLM2-135M-Instruct, which are not trained; single precision",
 }
 CARD = """# tailcast-urgency
@@ -149,7 +151,7 @@ def urgency(config: UrgencyRecipeConfig) -> None:
         ])  # fmt: skip
     if config.encoder == "minilm":
         if not (out / "int8").is_dir():
-            quantize(artifact, out / "int8", plain[:NUM_INT8_TEXTS])
+            quantize(artifact, out / "int8", plain[:NUM_INT8_TEXTS], read_labels(texts["train"]))
         artifact = out / "int8"
     evaluation = out / "evaluation.json"
     shell.run("evaluate", [
@@ -198,18 +200,23 @@ def standardize(encoder: Any, tokenizer: Any, texts: Sequence[str]) -> None:
     norm.bias.data = (norm.bias.data - mean) / std
 
 
-def quantize(artifact: Path, out: Path, texts: Sequence[str]) -> None:
-    """Writes the int8 variant of an artifact; `texts` give the ranges of its states."""
+def quantize(artifact: Path, out: Path, texts: Sequence[str], train: Sequence[LabeledText]) -> None:
+    """Writes the int8 variant of an artifact, joined with a regression on tokens (`token_pairs`); `texts` give the ranges of
+    its states, and the regression is fitted to `train`."""
     runtime = open_runtime(artifact, provider="cpu")
     tokens = [prompt.ids for prompt in runtime.tokenizer(texts)]
     limits = {"max_length": runtime.tokenizer.max_length, "vocabulary": runtime.tokenizer.vocabulary_size}
     graph, steps = build_variant(artifact / MODEL, "int8", tokens, **limits, seed=0)
+    ids = [prompt.ids for prompt in runtime.tokenizer([label.text for label in train])]
+    weights, bias = fitted(ids, [label.level for label in train], [label.weight for label in train])
+    joined = ir.to_proto(graph)
+    add_token_pairs(joined, weights, bias)
     manifest = runtime.artifact.manifest
     variant = {"name": "int8", "made_from": manifest.artifact_version, "steps": steps}
     with atomic_directory(out, KIND) as folder:
         for name in (TOKENIZER, NORMALIZATION):
             shutil.copyfile(artifact / name, folder / name)
-        save(graph, folder / MODEL)
+        save(ir.from_proto(joined), folder / MODEL)
         changes = {"precision": "int8", "variant": variant, "parity": {}}
         write_manifest(folder, manifest.model_copy(update=changes))
 
