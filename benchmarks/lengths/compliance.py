@@ -8,8 +8,8 @@ Prompts are those whose amount `requested_amount` finds, of at most `MAX_CHARACT
 once per served model, with the mean of ln(tokens) of its samples; slopes are within the served model. Alpaca 52k is only
 measured: its licence forbids to ship what was trained on it.
 
---prompts writes tasks that occur with several amounts each, for `gen-samples FILE --source.category category`; --sampled adds what a model answered to them:
-there slopes are within the task, so that they show the amount's effect alone.
+--prompts writes tasks that occur with several amounts each, for `gen-samples FILE --source.category category`; --sampled adds
+what a model answered to them: there slopes are within the task, so that they show the amount's effect alone.
 """
 
 from __future__ import annotations
