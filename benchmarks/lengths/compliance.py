@@ -97,14 +97,12 @@ def counterfactual_prompts(seed: int) -> pd.DataFrame:
     return rows[order < NUM_TASKS].assign(category=lambda chosen: "task " + chosen.task.astype(str))
 
 
-def sampled_lengths(file: Path) -> pd.DataFrame:
-    """Rows as of `lengths` for the finished samples of counterfactual prompts; model: with the task."""
-    rows = pd.read_parquet(file, columns=["prompt", "category", "model", "output_tokens", "finish_reason"])
-    rows = rows[rows.finish_reason == "stop"]
-    rows = rows.assign(
-        source="sampled/" + rows.model,
-        model=rows.model + ", " + rows.category,
-        log_tokens=np.log(rows.output_tokens),
+def sampled_lengths(samples: pd.DataFrame) -> pd.DataFrame:
+    """Rows as of `lengths` for samples of counterfactual prompts; model: with the task."""
+    rows = samples.assign(
+        source="sampled/" + samples.model,
+        model=samples.model + ", " + samples.category,
+        log_tokens=np.log(samples.output_tokens),
     )
     return rows.groupby(["source", "prompt", "model"], as_index=False).log_tokens.mean()
 
@@ -130,14 +128,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sampled", type=Path)
     parser.add_argument("--prompts", type=Path)
     options = parser.parse_args(arguments)
+    if (options.prompts is None) == (options.data is None and options.sampled is None):
+        parser.error("name DATA or --sampled or both, or --prompts")
     if options.prompts is not None:
         counterfactual_prompts(seed=0)[["prompt", "category"]].to_parquet(options.prompts, index=False)
         return 0
     tables = [] if options.data is None else [lengths(options.data)]
+    left_out = ""
     if options.sampled is not None:
-        tables.append(sampled_lengths(options.sampled))
-    if not tables:
-        parser.error("name DATA, --sampled or --prompts")
+        samples = pd.read_parquet(options.sampled)
+        finished = samples[samples.finish_reason == "stop"]
+        tables.append(sampled_lengths(finished))
+        left_out = f"left out: {len(samples) - len(finished)} of {len(samples)} samples, which did not finish"
     rows = with_amounts(pd.concat(tables, ignore_index=True))
     print("| source | unit | prompts | models | amounts (10, 50, 90 %) | slope | tokens per unit |")
     print("|---|---|---:|---:|---:|---:|---:|")
@@ -154,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"| {source} | {unit} | {part.prompt.nunique()} | {part.model.nunique()} | {amounts} | "
             f"{value:.2f} ± {error:.2f} | {tokens:.1f} |"
         )
+    if left_out:
+        print(left_out)
     return 0
 
 

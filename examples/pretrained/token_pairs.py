@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-import onnx.parser
 from numpy.typing import NDArray
-from onnx import numpy_helper
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
+
+from training.correcting.corrected_graph import add_nodes, rename_values
 
 #: Tokens and pairs are hashed to so many rows of weights, a pair (a, b) to `(MULTIPLIER a + b) % BUCKETS`.
 BUCKETS, MULTIPLIER = 65_536, 31_393
@@ -19,6 +19,8 @@ BUCKETS, MULTIPLIER = 65_536, 31_393
 SMALLEST = 1e-6
 #: Inverse strength of the L2 regularization.
 INVERSE_STRENGTH = 1.0
+#: Begins the names of the regression's values in the graph.
+PREFIX = "pairs_"
 
 _NODES = """
 first = Slice (input_ids, zero, minus_one, one)
@@ -97,10 +99,7 @@ def add_token_pairs(model: onnx.ModelProto, weights: NDArray[np.float32], bias: 
     Args:
         weights, bias: As of `fitted`.
     """
-    graph, prefix = model.graph, "pairs_"
-    for node in graph.node:
-        node.output[:] = [f"{prefix}base" if name == "urgency" else name for name in node.output]
-    constants = {
+    tensors = {
         "zero": np.array([0]),
         "one": np.array([1]),
         "minus_one": np.array([-1]),
@@ -112,13 +111,7 @@ def add_token_pairs(model: onnx.ModelProto, weights: NDArray[np.float32], bias: 
         "weights": weights,
         "bias": bias,
     }
-    graph.initializer.extend(
-        numpy_helper.from_array(value, f"{prefix}{name}") for name, value in constants.items()
-    )
-    kept = {"input_ids", "attention_mask", "urgency"}
-    for line in _NODES.strip().splitlines():
-        node = onnx.parser.parse_node(line)
-        for names_of in (node.input, node.output):
-            names_of[:] = [name if name in kept else f"{prefix}{name}" for name in names_of]
-        graph.node.append(node)
+    rename_values(model.graph, {"urgency": f"{PREFIX}base"})
+    names_in_graph = {name: name for name in ("input_ids", "attention_mask", "urgency")}
+    add_nodes(model.graph, _NODES, tensors, names_in_graph, PREFIX)
     onnx.checker.check_model(model)

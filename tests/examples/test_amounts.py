@@ -149,7 +149,7 @@ def test_the_slope_of_sampled_answers_is_within_the_task(
     tasks = requests.groupby("unit").category.nunique()
     assert tasks.to_dict() == dict.fromkeys(compliance.SAMPLED_UNITS, compliance.NUM_TASKS)
 
-    # Longer tasks ask for less, but within a task the length is the square root of the amount.
+    # Tasks with large amounts have shorter answers; within a task the length is the square root of the amount.
     task = requests.groupby("category").log_amount.transform("mean")
     log_tokens = 6 + 0.5 * (requests.log_amount - task) - task
     samples = requests.assign(
@@ -158,9 +158,12 @@ def test_the_slope_of_sampled_answers_is_within_the_task(
     cut = samples.assign(finish_reason="length", output_tokens=1)
     pd.concat([samples, cut]).to_parquet(tmp_path / "samples.parquet")
     assert compliance.main(["--sampled", str(tmp_path / "samples.parquet")]) == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "sampled/m" in line]
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"left out: {len(cut)} of {2 * len(cut)} samples")
+    rows = [line.split(" | ") for line in lines if "sampled/m" in line]
     assert len(rows) == len(compliance.SAMPLED_UNITS)
     assert all(row[5].startswith("0.50 ± 0.00") for row in rows)
 
-    with pytest.raises(SystemExit):
-        compliance.main([])
+    for arguments in ([], ["--prompts", str(file), "--sampled", str(file)]):
+        with pytest.raises(SystemExit):
+            compliance.main(arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnx.parser
 import onnxruntime
 from scipy.special import softmax
@@ -16,10 +15,9 @@ GRAPH = """
 urgency (int64[batch, seq] input_ids, int64[batch, seq] attention_mask) => (float[batch, 5] urgency)
 <float[1, 5] constant = {0.4, 0.3, 0.2, 0.1, 0.0}>
 {
-  sum = ReduceSum <keepdims = 1> (attention_mask)
   shape = Shape <start = 0, end = 1> (input_ids)
-  five = Constant <value = int64[1] {1}> ()
-  both = Concat <axis = 0> (shape, five)
+  one = Constant <value = int64[1] {1}> ()
+  both = Concat <axis = 0> (shape, one)
   urgency = Expand (constant, both)
 }
 """

@@ -110,7 +110,7 @@ def with_corrections(
         shape = onnx.helper.make_tensor_value_info("served_model", onnx.TensorProto.INT64, ["batch"])
         graph.input.insert(2, shape)
     else:
-        _rename(graph, {"served_model": f"{prefix}base_model"}, inputs_only=True)
+        rename_values(graph, {"served_model": f"{prefix}base_model"}, inputs_only=True)
         lookup = onnx.helper.make_node(
             "Gather", [f"{prefix}base_rows", "served_model"], [f"{prefix}base_model"], f"{prefix}base_model"
         )
@@ -119,7 +119,7 @@ def with_corrections(
             numpy_helper.from_array(np.array(base_rows, dtype=np.int64), f"{prefix}base_rows")
         )
     outputs = ("mu", "sigma", *(["quantiles"] if manifest.quantile_levels else []))
-    _rename(graph, {name: f"{prefix}base_{name}" for name in outputs})
+    rename_values(graph, {name: f"{prefix}base_{name}" for name in outputs})
     location, log_scale = (
         np.array([getattr(each.coefficients, name) for each in table], dtype=np.float32)
         for name in ("location", "log_scale")
@@ -147,18 +147,9 @@ def with_corrections(
         )
         tensors["weights"] = np.array([(each.shift or no_shift).weights for each in table], dtype=np.float32)
     nodes = first + _NODES + (_QUANTILES if manifest.quantile_levels else "")
-    graph.initializer.extend(
-        numpy_helper.from_array(np.ascontiguousarray(values), prefix + name)
-        for name, values in tensors.items()
-    )
     names_in_graph = {name: name for name in ("attention_mask", "served_model", *outputs)}
     names_in_graph["encoder_features"] = features or ""
-    added = onnx.parser.parse_graph(f"corrections () => () {{{nodes}}}").node
-    for node in added:
-        node.input[:] = [names_in_graph.get(name, prefix + name) for name in node.input]
-        node.output[:] = [names_in_graph.get(name, prefix + name) for name in node.output]
-        node.name = prefix + node.output[0]
-    graph.node.extend(added)
+    add_nodes(graph, nodes, tensors, names_in_graph, prefix)
     onnx.checker.check_model(model)
     has_temperature = old is not None and old.temperature
     calibration = {
@@ -172,7 +163,34 @@ def with_corrections(
     return manifest.model_copy(update=changes)
 
 
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str], *, inputs_only: bool = False) -> None:
+def add_nodes(
+    graph: onnx.GraphProto,
+    nodes: str,
+    tensors: Mapping[str, NDArray[Any]],
+    names_in_graph: Mapping[str, str],
+    prefix: str,
+) -> None:
+    """Appends nodes to a graph, in place.
+
+    Args:
+        nodes: Nodes in the text format of ONNX, one a line.
+        tensors: Values of their constants.
+        names_in_graph: Name in `nodes` -> value that the graph has, or output of the graph.
+        prefix: Begins all other names, and the names of the nodes.
+    """
+    graph.initializer.extend(
+        numpy_helper.from_array(np.ascontiguousarray(values), prefix + name)
+        for name, values in tensors.items()
+    )
+    added = onnx.parser.parse_graph(f"added () => () {{{nodes}}}").node
+    for node in added:
+        node.input[:] = [names_in_graph.get(name, prefix + name) for name in node.input]
+        node.output[:] = [names_in_graph.get(name, prefix + name) for name in node.output]
+        node.name = prefix + node.output[0]
+    graph.node.extend(added)
+
+
+def rename_values(graph: onnx.GraphProto, names: Mapping[str, str], *, inputs_only: bool = False) -> None:
     """Renames values in all nodes, including nested graphs; inputs and outputs of the graph keep their names."""
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
@@ -180,4 +198,4 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str], *, inputs_only: bo
             node.output[:] = [names.get(name, name) for name in node.output]
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                _rename(inner, names, inputs_only=inputs_only)
+                rename_values(inner, names, inputs_only=inputs_only)
